@@ -1,0 +1,83 @@
+"""Things chosen by name: the name is a file in a folder, the options are the fields of the class in it.
+
+In a recipe `surrogate = "dapo"` or `surrogate = {name = "dapo", high = 0.27}`; in a model
+`surrogate: Annotated[Plugin, plugin("lockstep.algorithms.surrogates")]`. Adding one is adding a file.
+"""
+
+from __future__ import annotations
+
+import difflib
+import pkgutil
+from collections.abc import Mapping
+from importlib import import_module
+from typing import Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, TypeAdapter, ValidationError
+
+from lockstep.config.base import ConfigError
+
+
+def choices(package: str) -> list[str]:
+    """Names that can be chosen from a folder: its public modules."""
+    path = import_module(package).__path__
+    return sorted(m.name for m in pkgutil.iter_modules(path) if not m.name.startswith("_"))
+
+
+def load_class(package: str, name: str) -> type:
+    """`geo_tis_band` in the folder is the class GeoTisBand (in any capitals) of geo_tis_band.py."""
+    if name not in choices(package):
+        raise ConfigError(unknown(f"{package.rsplit('.', 1)[-1].rstrip('s')}", name, choices(package)))
+    module = import_module(f"{package}.{name}")
+    return next(obj for key, obj in vars(module).items() if key.lower() == name.replace("_", "") and isinstance(obj, type))
+
+
+def unknown(kind: str, name: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    return f"unknown {kind} {name!r}: {hint}choices: {', '.join(known)}"
+
+
+class Plugin(BaseModel):
+    """A chosen file and the options given for it."""
+
+    model_config = ConfigDict(frozen=True)
+    package: str
+    name: str
+    options: Mapping[str, Any] = {}
+
+    def build(self, **extra: Any) -> Any:
+        """An instance; `extra` are arguments the owner supplies rather than the recipe."""
+        return load_class(self.package, self.name)(**self.options, **extra)
+
+    @property
+    def cls(self) -> type:
+        return load_class(self.package, self.name)
+
+
+def plugin(package: str) -> BeforeValidator:
+    """Validator for a field of type Plugin that picks from `package`."""
+
+    def parse(value: object) -> Plugin:
+        if isinstance(value, Plugin):
+            return value
+        table = {"name": value} if isinstance(value, str) else value
+        if not isinstance(table, Mapping) or not isinstance(table.get("name"), str):
+            raise ConfigError(f"expected a name or a table with `name`; choices: {', '.join(choices(package))}")
+        options = {k: v for k, v in table.items() if k != "name"}
+        cls = load_class(package, table["name"])
+        return Plugin(package=package, name=table["name"], options=_check(cls, table["name"], options))
+
+    return BeforeValidator(parse)
+
+
+def _check(cls: type, name: str, options: dict[str, Any]) -> dict[str, Any]:
+    fields: list[str] = list(getattr(cls, "__dataclass_fields__", {}))
+    for key in options:
+        if key not in fields:
+            raise ConfigError(unknown(f"option of {name}", key, fields))
+    try:
+        TypeAdapter(cls).validate_python(options)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ConfigError(f"{name}.{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+    return options

@@ -1,0 +1,121 @@
+"""The roles and what each promises. In one process these are plain objects; on a cluster, deployments of the same.
+
+No role holds another: roles meet on the bus (groups) and in the weight store (versions of weights).
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from lockstep.types import Completion, Group, GroupReceipt, Message, Request, Sample, StepResult, Trajectory, Verdict
+
+
+class Engine(Protocol):
+    """Samples tokens. Every call may come from any task; none blocks the event loop."""
+
+    def generate(self, requests: Sequence[Request]) -> AsyncIterator[Completion]:
+        """Yields completions as they finish, in any order. Closing the iterator aborts what is left.
+
+        Fails with ValueError, before any work, on a request that cannot fit the context or the memory.
+        """
+        ...
+
+    async def abort(self, uids: Sequence[str]) -> None:
+        """Ends these requests now; each still yields what it has, with stop reason `aborted`."""
+        ...
+
+    async def update_weights(self, version: int) -> None:
+        """Takes `version` from the weight store, between two steps, by the engine's update policy."""
+        ...
+
+    async def reset_cache(self) -> None:
+        """Forgets cached prefixes, so that what ran before leaves no trace in the arithmetic."""
+        ...
+
+    async def stats(self) -> Mapping[str, float]:
+        """Counters since the last call: tokens, steps, preemptions, prefix hits, busy seconds."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+class Rollout(Protocol):
+    """Turns one sample into one complete, judged group on the bus."""
+
+    async def run(self, index: int, sample: Sample, version: int) -> GroupReceipt:
+        """Waits for the engine and the reward; cancelling it aborts the requests. Fails only on engine errors."""
+        ...
+
+
+class Learner(Protocol):
+    async def step(self, step: int, groups: AsyncIterator[int]) -> StepResult:
+        """One training step: pulls groups from the bus as their indices arrive, updates, publishes a version.
+
+        Waits for `groups` to end. A step in which everything was rejected publishes the old weights again.
+        """
+        ...
+
+    async def save(self, folder: str) -> None:
+        """Writes weights, optimiser and counters into `folder`, which the caller makes visible atomically."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+class Bus(Protocol):
+    """Holds complete groups between those who make them and those who learn from them."""
+
+    async def put(self, group: Group) -> None: ...
+
+    async def get(self, index: int) -> Group:
+        """Takes the group off the bus."""
+        ...
+
+    async def drop(self, index: int) -> None: ...
+
+
+class WeightStore(Protocol):
+    """Versions of weights, by name. `get` may hand out the very tensors that were put: readers copy, never write."""
+
+    def put(self, version: int, weights: Mapping[str, Tensor]) -> None: ...
+
+    def get(self, version: int) -> Mapping[str, Tensor]:
+        """Raises LookupError naming the versions that are still held."""
+        ...
+
+
+class Reward(Protocol):
+    """Judges one answer. May be slow, may raise: the caller bounds its time and records failures as failed."""
+
+    def __call__(self, sample: Sample, answer: str) -> Verdict: ...
+
+
+class Task(Protocol):
+    """A dataset with its reward. `split` is "train" or "eval"."""
+
+    def samples(self, split: str) -> Sequence[Sample]:
+        """All samples of a split; a procedural one may be made lazily, item by item, from the seed."""
+        ...
+
+    def demonstrations(self) -> Sequence[Sample]:
+        """Samples with `solution` set, for supervised warm-up; empty if the task has none."""
+        ...
+
+    def reward(self, sample: Sample, answer: str) -> Verdict: ...
+
+
+class Tool(Protocol):
+    name: str
+
+    async def __call__(self, arguments: str) -> str: ...
+
+
+class Env(Protocol):
+    """Drives one answer through its turns; a single-turn task has none."""
+
+    async def observe(self, trajectory: Trajectory) -> Sequence[Message]:
+        """What the model sees next; empty ends the episode."""
+        ...

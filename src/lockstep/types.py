@@ -1,0 +1,175 @@
+"""What flows through Lockstep: a Sample is answered by Trajectories, a Group of them is learned from as a Batch.
+
+Everything is frozen. Per-token fields are aligned with the token itself: `logp_behav[t]` is the log-prob of
+`tokens[t]` given `tokens[:t]`, and `mask[t]` says whether the model sampled it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    role: str  # "system" | "user" | "assistant" | "tool"
+    content: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One problem: what the model is asked and what a verifier needs to judge the answer."""
+
+    uid: str  # "train/17": the same problem in every run and after every resume
+    messages: tuple[Message, ...]
+    answer: str = ""  # "42"
+    solution: str | None = None  # a worked answer, for supervised warm-up; None where the task has none
+    info: Mapping[str, Any] = field(default_factory=dict)  # what else the reward reads, e.g. {"numbers": [3, 5, 7]}
+    media: Mapping[str, Tensor] = field(default_factory=dict)  # keyed as the model's forward expects
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How one request is sampled. Temperature 0 is greedy; its log-probs are those of temperature 1."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_k: int = 0  # 0: off
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    stop: tuple[str, ...] = ()
+    stop_tokens: tuple[int, ...] = ()
+
+    @property
+    def truncates(self) -> bool:
+        """True if the sampled distribution is not the model's own at this temperature."""
+        return self.temperature == 0 or self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
+
+class StopReason(StrEnum):
+    EOS = "eos"  # the model ended its turn (an EOS or stop token, kept as the last token)
+    STOP = "stop"  # a stop string appeared
+    LENGTH = "length"  # cut off by max_tokens or by the context: not a wrong answer, a missing one
+    ABORTED = "aborted"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    uid: str  # "17/3": sample 3 of group 17
+    tokens: tuple[int, ...]  # everything before the first sampled token, never re-tokenised
+    params: SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """What an engine returns for one request; the lists have one entry per sampled token."""
+
+    uid: str
+    tokens: list[int]
+    logp: list[float]  # under the distribution the token was really drawn from
+    versions: list[int]  # the weight version that drew the token
+    stop_reason: StopReason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """A reward and why. `value is None` means the reward failed (raised, timed out, NaN): never trained on."""
+
+    value: float | None
+    parts: Mapping[str, float] = field(default_factory=dict)  # {"correct": 1.0, "format": 0.1}
+    reasons: tuple[str, ...] = ()  # ("correct: 42 equals 42", "format: no final answer marker")
+
+    @property
+    def failed(self) -> bool:
+        return self.value is None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trajectory:
+    """One answer with everything learning needs. A multi-turn one has several sampled spans in `mask`."""
+
+    uid: str  # "17/3"
+    tokens: Tensor  # [T] int64, prompt and response
+    mask: Tensor  # [T] bool, True where the model sampled (EOS included, observations not)
+    logp_behav: Tensor  # [T] float32, 0 where not sampled
+    versions: Tensor  # [T] int32, -1 where not sampled
+    temperature: float
+    stop_reason: StopReason
+    verdict: Verdict
+    text: str  # the response as the reward saw it
+    routes: Tensor | None = None  # [T-1, MoE layers, top-k] expert ids
+    media: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def num_sampled(self) -> int:
+        return int(self.mask.sum())
+
+    @property
+    def truncated(self) -> bool:
+        return self.stop_reason is StopReason.LENGTH
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """All answers to one sample, complete: advantages are only ever computed from this."""
+
+    index: int  # place in the run's order of prompts; a run never trains an index twice
+    sample: Sample
+    version: int  # the weight version when it was admitted
+    trajectories: tuple[Trajectory, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupReceipt:
+    """What the control plane learns of a finished group: numbers, never tensors."""
+
+    index: int
+    rewards: tuple[float, ...]  # of the answers that were judged
+    num_failed: int  # answers whose reward failed
+    num_truncated: int
+    num_tokens: int
+
+    @property
+    def has_signal(self) -> bool:
+        """At least two judged answers that differ: otherwise every advantage is zero."""
+        return len(set(self.rewards)) > 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    version: int  # of the weights this step published
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """Sequences laid end to end: sequence i is `[cu_seqlens[i]:cu_seqlens[i+1]]` of every [N] field."""
+
+    tokens: Tensor  # [N] int64
+    positions: Tensor  # [N] int64, restarting at 0 in every sequence
+    cu_seqlens: Tensor  # [B+1] int32
+    seq: Tensor  # [N] int64, which sequence a token belongs to
+    mask: Tensor  # [N] bool
+    logp_behav: Tensor  # [N] float32
+    logp_prox: Tensor  # [N] float32
+    advantage: Tensor  # [N] float32
+    lag: Tensor  # [N] int32, learner version minus the version that drew the token
+    temperature: float
+    max_seqlen: int
+    returns: Tensor | None = None  # [N] float32, what a value head should predict
+    values: Tensor | None = None  # [N] float32, what it predicted before the step
+    routes: Tensor | None = None
+
+    @property
+    def num_seqs(self) -> int:
+        return self.cu_seqlens.numel() - 1
+
+    def to(self, device: torch.device) -> Batch:
+        moved = {name: value.to(device) for name in self.__slots__ if isinstance(value := getattr(self, name), Tensor)}
+        return replace(self, **moved)
