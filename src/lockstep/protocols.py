@@ -10,7 +10,17 @@ from typing import Protocol
 
 from torch import Tensor
 
-from lockstep.types import Completion, Group, GroupReceipt, Message, Request, Sample, StepResult, Trajectory, Verdict
+from lockstep.types import (
+    Completion,
+    Group,
+    GroupReceipt,
+    Message,
+    Request,
+    Sample,
+    StepResult,
+    Trajectory,
+    Verdict,
+)
 
 
 class Engine(Protocol):
@@ -105,6 +115,20 @@ class Task(Protocol):
         ...
 
     def reward(self, sample: Sample, answer: str) -> Verdict: ...
+
+
+class Recorder(Protocol):
+    """Where a run writes what happened. Never blocks for long; a full disk raises OSError with the path."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def samples(self, step: int, group: Group) -> None:
+        """Keeps the answers of a group with their rewards and reasons."""
+        ...
+
+    def event(self, step: int, kind: str, text: str) -> None:
+        """Something a reader of the run should know: a checkpoint, a skip, an alarm."""
+        ...
 
 
 class Tool(Protocol):

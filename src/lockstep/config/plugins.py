@@ -2,14 +2,19 @@
 
 In a recipe `surrogate = "dapo"` or `surrogate = {name = "dapo", high = 0.27}`; in a model
 `surrogate: Annotated[Plugin, plugin("lockstep.algorithms.surrogates")]`. Adding one is adding a file.
+A name with a colon is a class of your own: `task = "my_tasks/poems.py:Poems"` or `task = "my_package.poems:Poems"`.
 """
 
 from __future__ import annotations
 
 import difflib
 import pkgutil
+import sys
 from collections.abc import Mapping
 from importlib import import_module
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, TypeAdapter, ValidationError
@@ -18,17 +23,43 @@ from lockstep.config.base import ConfigError
 
 
 def choices(package: str) -> list[str]:
-    """Names that can be chosen from a folder: its public modules."""
+    """Names that can be chosen from a folder: its public modules. Folders inside it hold shared parts."""
     path = import_module(package).__path__
-    return sorted(m.name for m in pkgutil.iter_modules(path) if not m.name.startswith("_"))
+    return sorted(m.name for m in pkgutil.iter_modules(path) if not m.ispkg and not m.name.startswith("_"))
 
 
 def load_class(package: str, name: str) -> type:
     """`geo_tis_band` in the folder is the class GeoTisBand (in any capitals) of geo_tis_band.py."""
+    if ":" in name:
+        return _load_foreign(name)
     if name not in choices(package):
         raise ConfigError(unknown(f"{package.rsplit('.', 1)[-1].rstrip('s')}", name, choices(package)))
     module = import_module(f"{package}.{name}")
-    return next(obj for key, obj in vars(module).items() if key.lower() == name.replace("_", "") and isinstance(obj, type))
+    return next(
+        obj
+        for key, obj in vars(module).items()
+        if key.lower() == name.replace("_", "") and isinstance(obj, type)
+    )
+
+
+def _load_foreign(name: str) -> type:
+    place, _, attribute = name.rpartition(":")
+    path = Path(place)
+    try:
+        module = _load_file(path) if path.suffix == ".py" else import_module(place)
+        return getattr(module, attribute)
+    except (ImportError, FileNotFoundError, AttributeError) as error:
+        raise ConfigError(f"cannot load {name!r}: {error}") from None
+
+
+def _load_file(path: Path) -> ModuleType:
+    spec = spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    sys.modules[path.stem] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
 
 
 def unknown(kind: str, name: str, known: list[str]) -> str:
@@ -62,7 +93,9 @@ def plugin(package: str) -> BeforeValidator:
             return value
         table = {"name": value} if isinstance(value, str) else value
         if not isinstance(table, Mapping) or not isinstance(table.get("name"), str):
-            raise ConfigError(f"expected a name or a table with `name`; choices: {', '.join(choices(package))}")
+            raise ConfigError(
+                f"expected a name or a table with `name`; choices: {', '.join(choices(package))}"
+            )
         options = {k: v for k, v in table.items() if k != "name"}
         cls = load_class(package, table["name"])
         return Plugin(package=package, name=table["name"], options=_check(cls, table["name"], options))
