@@ -31,9 +31,7 @@ METRICS = (
     Metric("rollout/lag_mean", "mean weight-version lag of the tokens learned from", "<= max_staleness"),
     Metric("rollout/lag_max", "largest lag of any token learned from", "<= max_staleness"),
     Metric("policy/loss", "value of the objective, mean over optimiser updates"),
-    Metric(
-        "policy/entropy", "mean entropy of the learner's distribution on sampled tokens, nats", "falls slowly"
-    ),
+    Metric("policy/entropy", "mean entropy of the learner's distribution on sampled tokens, nats", "falls slowly"),
     Metric("policy/clip_low", "share of tokens whose ratio was clipped from below"),
     Metric("policy/clip_high", "share of tokens whose ratio was clipped from above"),
     Metric("policy/grad_norm", "gradient norm before clipping, mean over updates", "steady"),
@@ -45,12 +43,8 @@ METRICS = (
     Metric("policy/kl", "KL to the reference model, per token"),
     Metric("value/loss", "squared error of the value head"),
     Metric("value/explained", "share of the returns' variance that the value head explains", "towards 1"),
-    Metric(
-        "mismatch/k1", "mean of l_behav - l_prox: KL(sampler || learner), unbiased, may be negative", "near 0"
-    ),
-    Metric(
-        "mismatch/k3", "the same KL, non-negative estimator", "< 1e-3 in float32; rising = drifting apart"
-    ),
+    Metric("mismatch/k1", "mean of l_behav - l_prox: KL(sampler || learner), unbiased, may be negative", "near 0"),
+    Metric("mismatch/k3", "the same KL, non-negative estimator", "< 1e-3 in float32; rising = drifting apart"),
     Metric("mismatch/f*", "share of tokens whose probabilities differ by more than this factor", "f2 near 0"),
     Metric("mismatch/w_max", "largest importance weight", "below the correction's cap"),
     Metric("mismatch/ess", "effective sample size of the weights, as a share of the tokens", "near 1"),
@@ -64,9 +58,7 @@ METRICS = (
     Metric("perf/prefix_hit", "share of prompt tokens found in the prefix cache"),
     Metric("perf/preemptions", "sequences that lost their pages and were prefilled again", "0"),
     Metric("perf/memory_gib", "peak memory of the process (CPU) or device"),
-    Metric(
-        "time/*", "seconds of this step: total, rollout (engine busy), reward, learn, sync, eval, save, wait"
-    ),
+    Metric("time/*", "seconds of this step: total, rollout (engine busy), reward, learn, sync, eval, save, wait"),
     Metric("warmup/*", "loss and learning rate of the supervised warm-up"),
 )
 

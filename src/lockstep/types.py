@@ -29,9 +29,7 @@ class Sample:
     messages: tuple[Message, ...]
     answer: str = ""  # "42"
     solution: str | None = None  # a worked answer, for supervised warm-up; None where the task has none
-    info: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # what else the reward reads, e.g. {"numbers": [3, 5, 7]}
+    info: Mapping[str, Any] = field(default_factory=dict)  # what else the reward reads, e.g. {"numbers": [3, 5, 7]}
     media: Mapping[str, Tensor] = field(default_factory=dict)  # keyed as the model's forward expects
 
 
@@ -173,9 +171,5 @@ class Batch:
         return self.cu_seqlens.numel() - 1
 
     def to(self, device: torch.device) -> Batch:
-        moved = {
-            name: value.to(device)
-            for name in self.__slots__
-            if isinstance(value := getattr(self, name), Tensor)
-        }
+        moved = {name: value.to(device) for name in self.__slots__ if isinstance(value := getattr(self, name), Tensor)}
         return replace(self, **moved)

@@ -50,9 +50,7 @@ def _apply(tables: dict[str, Any], override: str) -> None:
     for parent in parents:
         table = table.setdefault(parent, {})
         if isinstance(table, str):
-            raise ConfigError(
-                f"override {override!r}: {parent} is the plain value {table!r} there, not a table"
-            )
+            raise ConfigError(f"override {override!r}: {parent} is the plain value {table!r} there, not a table")
     if isinstance(table, dict):
         table[leaf] = parse_value(raw)
 

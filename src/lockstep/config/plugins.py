@@ -36,9 +36,7 @@ def load_class(package: str, name: str) -> type:
         raise ConfigError(unknown(f"{package.rsplit('.', 1)[-1].rstrip('s')}", name, choices(package)))
     module = import_module(f"{package}.{name}")
     return next(
-        obj
-        for key, obj in vars(module).items()
-        if key.lower() == name.replace("_", "") and isinstance(obj, type)
+        obj for key, obj in vars(module).items() if key.lower() == name.replace("_", "") and isinstance(obj, type)
     )
 
 
@@ -93,9 +91,7 @@ def plugin(package: str) -> BeforeValidator:
             return value
         table = {"name": value} if isinstance(value, str) else value
         if not isinstance(table, Mapping) or not isinstance(table.get("name"), str):
-            raise ConfigError(
-                f"expected a name or a table with `name`; choices: {', '.join(choices(package))}"
-            )
+            raise ConfigError(f"expected a name or a table with `name`; choices: {', '.join(choices(package))}")
         options = {k: v for k, v in table.items() if k != "name"}
         cls = load_class(package, table["name"])
         return Plugin(package=package, name=table["name"], options=_check(cls, table["name"], options))
