@@ -1,0 +1,133 @@
+"""Muon: momentum whose matrices are orthogonalised before they are applied (K. Jordan et al., 2024).
+
+Scaled as in Moonlight (Liu et al., arXiv:2502.16982) by 0.2·sqrt(max(rows, cols)), an update has the RMS of a typical
+AdamW update, so learning rates and weight decay tuned for AdamW carry over. Hidden matrices, fused expert weights
+included, take this path; embeddings, output heads, routers, norms and biases take AdamW inside the same optimiser.
+A weight that stores several projections in one matrix (a fused gate_up) is orthogonalised as it is stored.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.optim.adamw import adamw
+
+from lockstep.learner.optimisers._grouping import Named, decay_groups, is_hidden_matrix, partition
+
+# The odd polynomial a·x + b·x³ + c·x⁵ with the steepest slope at 0 that keeps singular values near 1 (Jordan, 2024).
+QUINTIC = (3.4445, -4.7750, 2.0315)
+MATCH_ADAMW_RMS = 0.2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Muon:
+    """Nesterov momentum, orthogonalised; `betas` and `eps` are AdamW's, for all that is no hidden matrix."""
+
+    momentum: float = 0.95
+    iterations: int = 5
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+
+    def __call__(self, named: Named, learning_rate: float, weight_decay: float) -> MuonAdamW:
+        hidden, others = partition(named, is_hidden_matrix)
+        muon = {"muon": True, "momentum": self.momentum, "iterations": self.iterations}
+        adam = {"muon": False, "betas": self.betas, "eps": self.eps}
+        groups = decay_groups(hidden, weight_decay, **muon) + decay_groups(others, weight_decay, **adam)
+        return MuonAdamW(groups, learning_rate)
+
+
+class MuonAdamW(torch.optim.Optimizer):
+    """One optimiser, one state, two rules: a group's `muon` flag says which."""
+
+    def __init__(self, groups: list[dict[str, Any]], learning_rate: float) -> None:
+        super().__init__(groups, {"lr": learning_rate})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        assert closure is None, "losses are accumulated over micro-batches, not re-evaluated"
+        for group in self.param_groups:
+            parameters = [p for p in group["params"] if p.grad is not None]
+            rule = self._step_muon if group["muon"] else self._step_adamw
+            rule(parameters, group)
+
+    def _step_muon(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
+        for parameter in parameters:
+            state, grad = self.state[parameter], _gradient(parameter)
+            if not state:
+                state["momentum"] = torch.zeros_like(parameter)
+            # Orthogonalised momentum does not shrink as it fades: an expert without a token would move on for ever.
+            used = torch.linalg.vector_norm(grad, ord=math.inf, dim=(-2, -1), keepdim=True) > 0
+            state["momentum"].lerp_(grad, (1 - group["momentum"]) * used)
+            nesterov = grad.lerp(state["momentum"], group["momentum"])
+            parameter.mul_(1 - group["lr"] * group["weight_decay"] * used)
+            parameter.sub_(group["lr"] * used * muon_direction(nesterov, group["iterations"]))
+
+    def _step_adamw(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
+        for parameter in parameters:
+            if not self.state[parameter]:
+                self.state[parameter] = {
+                    "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+                    "exp_avg": torch.zeros_like(parameter),
+                    "exp_avg_sq": torch.zeros_like(parameter),
+                }
+        states = [self.state[parameter] for parameter in parameters]
+        adamw(
+            parameters,
+            [_gradient(parameter) for parameter in parameters],
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
+            max_exp_avg_sqs=[],
+            state_steps=[state["step"] for state in states],
+            fused=True,
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+
+
+def _gradient(parameter: Tensor) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
+
+
+def muon_direction(momentum: Tensor, iterations: int) -> Tensor:
+    """The orthogonalised, scaled direction of matrices [..., rows, cols], sharded as they were.
+
+    A shard has other singular vectors than its matrix, so each rank gathers the whole matrix and keeps its own part;
+    shards of whole experts need no gathering.
+    """
+    scale = MATCH_ADAMW_RMS * math.sqrt(max(momentum.shape[-2:]))
+    if not isinstance(momentum, DTensor):
+        return scale * orthogonalise(momentum, iterations)
+    mesh, placements = momentum.device_mesh, momentum.placements
+    if momentum.ndim == 3 and all(p == Shard(0) or p.is_replicate() for p in placements):
+        local = scale * orthogonalise(momentum.to_local(), iterations)
+        return DTensor.from_local(local, mesh, placements, shape=momentum.shape, stride=momentum.stride())
+    whole = scale * orthogonalise(momentum.full_tensor(), iterations)
+    return distribute_tensor(whole, mesh, placements, src_data_rank=None)
+
+
+def orthogonalise(matrices: Tensor, iterations: int = 5) -> Tensor:
+    """Approximately U·Vᵀ of each matrix U·S·Vᵀ in [..., rows, cols]: Newton–Schulz, singular values within 0.7 to 1.2.
+
+    Zero stays zero. bfloat16 on an accelerator, where it is accurate enough; float32 on a CPU, where it is faster.
+    """
+    a, b, c = QUINTIC
+    x = matrices if matrices.device.type == "cpu" else matrices.bfloat16()
+    tall = x.shape[-2] > x.shape[-1]
+    x = x.mT if tall else x  # the Gram matrix is then the smaller of the two
+    x = x / torch.linalg.matrix_norm(x, keepdim=True).clamp(min=1e-30)
+    for _ in range(iterations):
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return (x.mT if tall else x).to(matrices.dtype)

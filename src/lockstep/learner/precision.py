@@ -1,0 +1,158 @@
+"""float32 master weights under a module that computes in a lower precision.
+
+The module really holds bfloat16 or float16 parameters, so that it does the engine's arithmetic (autocast would not).
+A learning rate of 1e-6 changes no bit of a bfloat16 weight, so the optimiser updates float32 masters instead.
+Parameters that are float32 already (FSDP2's shards under a mixed-precision policy are) are their own masters: no copy.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutcome:
+    grad_norm: float  # of the divided gradient, before clipping; inf or NaN when it overflowed
+    skipped: bool  # nothing to learn from (norm 0), or overflow: weights and optimiser are as before
+
+
+class MasterWeights:
+    """What the optimiser owns of a module: scale each loss, call backward, and `step` once per update.
+
+        masters = MasterWeights(module, dtype)
+        optimiser = build_optimiser(plugin, masters.named_parameters(), learning_rate, weight_decay)
+        for micro_batch in update:
+            masters.scale(loss_sum(micro_batch)).backward()
+        outcome = masters.step(optimiser, max_norm=1.0, denominator=num_tokens)
+
+    Build it after sharding the module, and keep the module's parameters in place: it is tied to their storage.
+    """
+
+    def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
+        """`dtype` is what the module computes in: float16 gets loss scaling, wherever its masters are."""
+        trained = {name: p for name, p in module.named_parameters() if p.requires_grad}  # tied weights appear once
+        self._masters: dict[str, Tensor] = {name: _master_of(p) for name, p in trained.items()}
+        self._copies = [(p, self._masters[name]) for name, p in trained.items() if self._masters[name] is not p]
+        for parameter, master in self._copies:
+            parameter.register_post_accumulate_grad_hook(_accumulate_into(master))
+        self._loss_scale = LossScale() if dtype == torch.float16 else None
+
+    @property
+    def loss_scale(self) -> float:
+        return self._loss_scale.value if self._loss_scale else 1.0
+
+    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """The float32 masters under their parameters' names."""
+        yield from self._masters.items()
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """The loss to call `backward` on: float16 gradients would underflow without the factor."""
+        return loss * self._loss_scale.value if self._loss_scale else loss
+
+    def step(self, optimiser: Optimizer, *, max_norm: float | None = None, denominator: float = 1.0) -> StepOutcome:
+        """One update from the gradients accumulated since the last; they are cleared, and the module has the result.
+
+        The accumulated sum is divided by `denominator` once, then clipped to the global norm `max_norm`. Under FSDP2,
+        which averages over ranks, a global denominator is to be divided by the number of ranks.
+        """
+        gradients = [master.grad for master in self._masters.values() if master.grad is not None]
+        divisor = denominator * self.loss_scale
+        raw_norm = _global_norm(gradients)
+        if self._loss_scale:
+            self._loss_scale.update(overflowed=not math.isfinite(raw_norm))
+        skipped = raw_norm == 0 or not math.isfinite(raw_norm)
+        if not skipped:
+            _divide_and_clip(gradients, raw_norm, divisor, max_norm)
+            optimiser.step()
+            self.publish()
+        self.zero_grad()
+        return StepOutcome(raw_norm if skipped else raw_norm / divisor, skipped)
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Rounds the masters into the module's own parameters, in place; `step` and `load_state_dict` do it."""
+        if self._copies:
+            parameters, masters = zip(*self._copies, strict=True)
+            torch._foreach_copy_(parameters, masters)
+
+    def zero_grad(self) -> None:
+        for master in self._masters.values():
+            master.grad = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Every trained weight in float32 and the loss scale: live tensors, to be saved before the next update."""
+        weights = {name: master.detach() for name, master in self._masters.items()}
+        return {"weights": weights, "loss_scale": asdict(self._loss_scale) if self._loss_scale else None}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if differing := self._masters.keys() ^ state["weights"].keys():
+            raise ValueError(f"the saved weights are of another model; names on one side only: {sorted(differing)}")
+        for name, master in self._masters.items():
+            master.copy_(state["weights"][name])
+        if self._loss_scale and state["loss_scale"]:
+            self._loss_scale = LossScale(**state["loss_scale"])
+        self.publish()
+
+
+@dataclass(slots=True)
+class LossScale:
+    """Keeps float16 gradients in range: halved by every overflow, doubled after `patience` updates without one.
+
+    The global gradient norm, needed for clipping anyway and equal on all ranks, is finite unless something overflowed,
+    so no second pass looks for infinities.
+    """
+
+    value: float = 2.0**16
+    clean_updates: int = 0
+    patience: int = 2000
+    smallest: float = 2.0**-24
+
+    def update(self, *, overflowed: bool) -> None:
+        self.clean_updates = 0 if overflowed else self.clean_updates + 1
+        if overflowed:
+            self.value /= 2
+        elif self.clean_updates % self.patience == 0:
+            self.value *= 2
+        if self.value < self.smallest:
+            raise FloatingPointError(f"gradients are inf or NaN even at a loss scale of {self.value}")
+
+
+def _master_of(parameter: nn.Parameter) -> Tensor:
+    if parameter.dtype not in (torch.bfloat16, torch.float16):
+        return parameter
+    return parameter.detach().to(torch.float32).requires_grad_()
+
+
+def _accumulate_into(master: Tensor) -> Callable[[Tensor], None]:
+    """A hook that moves a micro-batch's gradient to the master: low-precision sums would lose small summands."""
+
+    def hook(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        gradient, parameter.grad = parameter.grad.to(torch.float32), None
+        master.grad = gradient if master.grad is None else master.grad.add_(gradient)
+
+    return hook
+
+
+def _global_norm(gradients: list[Tensor]) -> float:
+    """2-norm over all gradients and, where they are sharded, all ranks; 0 if there are none."""
+    norm = nn.utils.get_total_norm(gradients)
+    return (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
+
+
+def _divide_and_clip(gradients: list[Tensor], raw_norm: float, divisor: float, max_norm: float | None) -> None:
+    if divisor <= 0:
+        raise ValueError(f"gradients of norm {raw_norm} cannot be divided by {divisor}")
+    clipped = math.inf if max_norm is None else max_norm / raw_norm
+    factor = min(1 / divisor, clipped)
+    if factor != 1:
+        torch._foreach_mul_(gradients, factor)
