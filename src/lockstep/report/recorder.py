@@ -1,0 +1,161 @@
+"""Recorders: onto the run folder (always), TensorBoard (always), Weights & Biases (if asked for)."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+
+from lockstep.config import Config, ConfigError
+from lockstep.protocols import Recorder
+from lockstep.report.jsonl import JsonlWriter, Row, with_path
+from lockstep.report.run_folder import RunFolder
+from lockstep.types import Group, Trajectory
+
+
+class RecorderConfig(Config):
+    samples_per_step: int = Field(default=2, ge=0)
+    """Groups whose answers are kept per step; as many again are kept if a reward failed in them."""
+
+    wandb: bool = False
+    """Also log to Weights & Biases (needs `pip install wandb`)."""
+
+
+class Recorders:
+    """Several recorders as one."""
+
+    def __init__(self, recorders: Sequence[Recorder]) -> None:
+        self._recorders = tuple(recorders)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        for recorder in self._recorders:
+            recorder.log(step, metrics)
+
+    def samples(self, step: int, group: Group) -> None:
+        for recorder in self._recorders:
+            recorder.samples(step, group)
+
+    def event(self, step: int, kind: str, text: str) -> None:
+        for recorder in self._recorders:
+            recorder.event(step, kind, text)
+
+
+class RunRecorder:
+    """The one writer of a run's history. After a resume (`folder.rewind` first) its clock goes on where it stopped."""
+
+    def __init__(self, folder: RunFolder, config: RecorderConfig | None = None) -> None:
+        self._config = config or RecorderConfig()
+        wandb = WandbSink(folder) if self._config.wandb else None  # first: its complaint should leave no files behind
+        last = max(folder.read_metrics(), key=lambda row: row["time"], default=None)
+        self._start = time.monotonic() - (last["time"] if last else 0.0)
+        self._metrics = JsonlWriter(folder.metrics)
+        self._samples = JsonlWriter(folder.samples)
+        self._events = JsonlWriter(folder.events)
+        self._mirrors = [TensorBoardSink(folder.tensorboard, purge_step=last["step"] + 1 if last else None)]
+        self._mirrors += [wandb] if wandb else []
+        self._kept: Counter[tuple[int, bool]] = Counter()  # groups seen, by step and whether a reward failed
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        values = {name: float(value) for name, value in metrics.items()}
+        self._metrics.append([{**self._clock(step), **values}])
+        for mirror in self._mirrors:
+            mirror.log(step, values)
+
+    def samples(self, step: int, group: Group) -> None:
+        if self._wanted(step, failed=any(t.verdict.failed for t in group.trajectories)):
+            self._samples.append({**self._clock(step), **row} for row in sample_rows(group))
+
+    def event(self, step: int, kind: str, text: str) -> None:
+        self._events.append([{**self._clock(step), "kind": kind, "text": text}])
+
+    def close(self) -> None:
+        for writer in (self._metrics, self._samples, self._events, *self._mirrors):
+            writer.close()
+
+    def __enter__(self) -> RunRecorder:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _clock(self, step: int) -> Row:
+        return {"step": step, "time": round(time.monotonic() - self._start, 3), "wall": round(time.time(), 3)}
+
+    def _wanted(self, step: int, failed: bool) -> bool:
+        self._kept[step, failed] += 1
+        return self._kept[step, failed] <= self._config.samples_per_step
+
+
+def sample_rows(group: Group) -> Iterator[Row]:
+    """One row per answer, without the clock. `reward` is null where the reward failed."""
+    prompt = [{"role": message.role, "content": message.content} for message in group.sample.messages]
+    for trajectory in group.trajectories:
+        yield {
+            "group": group.index,
+            "sample": group.sample.uid,
+            "uid": trajectory.uid,
+            "version": group.version,
+            "prompt": prompt,
+            "expected": group.sample.answer,
+            "text": trajectory.text,
+            **_judgement(trajectory),
+        }
+
+
+def _judgement(trajectory: Trajectory) -> Row:
+    return {
+        "reward": trajectory.verdict.value,
+        "parts": dict(trajectory.verdict.parts),
+        "reasons": list(trajectory.verdict.reasons),
+        "stop_reason": str(trajectory.stop_reason),
+        "num_tokens": trajectory.num_sampled,
+        "num_prompt_tokens": len(trajectory.tokens) - trajectory.num_sampled,
+    }
+
+
+class TensorBoardSink:
+    def __init__(self, folder: Path, purge_step: int | None) -> None:
+        from torch.utils.tensorboard import SummaryWriter  # imports TensorFlow where there is one
+
+        self._folder = folder
+        self._writer = SummaryWriter(str(folder), purge_step=purge_step, flush_secs=10)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        try:
+            for name, value in metrics.items():
+                self._writer.add_scalar(name, value, step)
+        except OSError as error:
+            raise with_path(error, self._folder) from error
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandbSink:
+    """Continues the same W&B run after a resume: the run folder's id is its id."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        if find_spec("wandb") is None:
+            raise ConfigError("wandb = true, but Weights & Biases is not installed: pip install wandb")
+        import wandb  # pyright: ignore[reportMissingImports]
+
+        self._run: Any = wandb.init(
+            project="lockstep",
+            name=folder.name,
+            id=folder.read_environment().get("id"),
+            resume="allow",
+            dir=str(folder.root),
+            config=folder.read_config(),
+        )
+        self._run.define_metric("*", step_metric="step")  # W&B's own step may not restart; a warm-up's does
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log({**metrics, "step": step})
+
+    def close(self) -> None:
+        self._run.finish()

@@ -1,0 +1,145 @@
+"""Where a run lives on disk, so that writers, readers and a resumed run agree on it.
+
+runs/NAME/config.json          the resolved config
+          environment.json     versions, commit, device, command line
+          metrics.jsonl        {"step": 3, "time": 12.5, "wall": 1700000000.0, "reward/mean": 0.4, ...}
+          samples.jsonl        one answer a line: prompt, text, reward, parts, reasons, stop reason, length
+          events.jsonl         {"step": 40, "time": 80.1, "wall": ..., "kind": "checkpoint", "text": "..."}
+          checkpoints/step-000040/, checkpoints/best
+          plots/*.png, report.html, tensorboard/
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lockstep.config import ConfigError
+from lockstep.report.checkpoints import Checkpoints
+from lockstep.report.jsonl import Row, keep_rows, read, write_atomically
+
+_CLOCK = frozenset({"step", "time", "wall"})
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    """The paths of one run. Make one with `create` or `open`."""
+
+    root: Path
+
+    @classmethod
+    def create(cls, root: Path) -> RunFolder:
+        """A new run; ConfigError if a run is already there, so that no history is ever written over."""
+        folder = cls(root)
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+            folder.metrics.touch(exist_ok=False)
+        except FileExistsError:
+            what = "already holds a run" if root.is_dir() else "is a file"
+            raise ConfigError(f"{root} {what}: continue it with --resume {root} or choose another name") from None
+        return folder
+
+    @classmethod
+    def open(cls, root: Path) -> RunFolder:
+        folder = cls(root)
+        if not folder.metrics.is_file():
+            what = "holds no run (no metrics.jsonl)" if root.is_dir() else "is not a folder"
+            raise ConfigError(f"{root} {what}; a run is a folder such as runs/quickstart")
+        return folder
+
+    @property
+    def name(self) -> str:
+        return self.root.resolve().name
+
+    @property
+    def config(self) -> Path:
+        return self.root / "config.json"
+
+    @property
+    def environment(self) -> Path:
+        return self.root / "environment.json"
+
+    @property
+    def metrics(self) -> Path:
+        return self.root / "metrics.jsonl"
+
+    @property
+    def samples(self) -> Path:
+        return self.root / "samples.jsonl"
+
+    @property
+    def events(self) -> Path:
+        return self.root / "events.jsonl"
+
+    @property
+    def checkpoints(self) -> Checkpoints:
+        return Checkpoints(self.root / "checkpoints")
+
+    @property
+    def plots(self) -> Path:
+        return self.root / "plots"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.root / "tensorboard"
+
+    @property
+    def report(self) -> Path:
+        return self.root / "report.html"
+
+    def write_config(self, config: Mapping[str, Any]) -> None:
+        """`config` is what resuming needs, JSON-ready: a model's `model_dump(mode="json")` or the merged tables."""
+        write_atomically(self.config, _pretty(config))
+
+    def write_environment(self, environment: Mapping[str, Any]) -> None:
+        """What `lockstep.report.environment` gathered. A resumed run keeps its id and when it was created."""
+        before = self.read_environment()
+        kept = {key: before[key] for key in ("id", "created") if key in before}
+        write_atomically(self.environment, _pretty({**environment, **kept}))
+
+    def read_config(self) -> dict[str, Any]:
+        return _read_json(self.config)
+
+    def read_environment(self) -> dict[str, Any]:
+        return _read_json(self.environment)
+
+    def read_metrics(self) -> Iterator[Row]:
+        return read(self.metrics)
+
+    def read_samples(self) -> Iterator[Row]:
+        return read(self.samples)
+
+    def read_events(self) -> Iterator[Row]:
+        return read(self.events)
+
+    def rewind(self, step: int) -> None:
+        """Forgets what was logged after `step`, the checkpoint the run goes on from: those steps run again.
+
+        The warm-up counts its own steps and comes before step 0, so its rows stay. `rewind(-1)` forgets
+        everything, for a run that stopped before its first checkpoint.
+        """
+        keep_rows(self.metrics, lambda row: row["step"] <= step or (step >= 0 and _is_warmup(row)))
+        keep_rows(self.samples, lambda row: row["step"] <= step)
+        keep_rows(self.events, lambda row: row["step"] <= step)
+
+
+def _is_warmup(row: Row) -> bool:
+    names = row.keys() - _CLOCK
+    return bool(names) and all(name.startswith("warmup/") for name in names)
+
+
+def _pretty(value: Mapping[str, Any]) -> bytes:
+    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """Empty if the run was killed before it was written."""
+    if not path.exists():
+        return {}
+    try:
+        return json.loads(path.read_bytes())
+    except ValueError as error:
+        raise ConfigError(f"{path} is damaged: {error}") from None
