@@ -1,0 +1,122 @@
+"""Sequences end to end under a token budget. What goes together depends on the order of sequences, never on time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lockstep.types import Batch, Trajectory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One sequence as learning sees it, every field aligned with the token itself."""
+
+    tokens: Tensor  # [T] int64
+    mask: Tensor  # [T] bool, tokens to learn from; never the first, which nothing predicts
+    logp_behav: Tensor  # [T] float32
+    advantage: Tensor  # [T] float32
+    lag: Tensor  # [T] int32
+    temperature: float = 1.0
+    logp_prox: Tensor | None = None  # [T] float32, None until the learner has scored it
+    values: Tensor | None = None  # [T] float32
+    returns: Tensor | None = None  # [T] float32
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+def row_of(trajectory: Trajectory, version: int) -> Row:
+    """A trajectory for a learner at `version`, its advantage still zero."""
+    if trajectory.mask[0]:
+        raise ValueError(f"trajectory {trajectory.uid!r} has a sampled first token: nothing predicts it")
+    if trajectory.routes is not None:
+        raise ValueError(f"trajectory {trajectory.uid!r} carries routes, which packing does not replay")
+    mask = trajectory.mask
+    return Row(
+        tokens=trajectory.tokens,
+        mask=mask,
+        logp_behav=trajectory.logp_behav,
+        advantage=torch.zeros(len(mask)),
+        lag=torch.where(mask, version - trajectory.versions, 0).int(),
+        temperature=trajectory.temperature,
+    )
+
+
+def example_row(tokens: Tensor, mask: Tensor) -> Row:
+    """A worked example to imitate: every masked token counts the same."""
+    if mask[0]:
+        raise ValueError("the first token of an example cannot be learned: nothing predicts it")
+    zeros = torch.zeros(len(mask))
+    return Row(
+        tokens=tokens, mask=mask, logp_behav=zeros, advantage=mask.float(), lag=torch.zeros(len(mask), dtype=torch.int32)
+    )
+
+
+class Packer:
+    """Next-fit in the order rows come: `add` returns the micro-batch that a row has just closed, if it has.
+
+    A row longer than the budget gets a micro-batch of its own; rows of different temperatures never share one.
+    """
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
+        self._open: list[Row] = []
+        self._tokens = 0
+
+    def add(self, row: Row) -> list[Row] | None:
+        full = self._tokens + len(row) > self.budget
+        closed = self.flush() if self._open and (full or row.temperature != self._open[0].temperature) else None
+        self._open.append(row)
+        self._tokens += len(row)
+        return closed
+
+    def flush(self) -> list[Row]:
+        """What is left, as one last micro-batch; empty if nothing is."""
+        closed, self._open, self._tokens = self._open, [], 0
+        return closed
+
+
+def pack(rows: Iterable[Row], budget: int) -> list[list[Row]]:
+    """Rows into micro-batches of at most `budget` tokens, in order."""
+    packer = Packer(budget)
+    closed = [full for row in rows if (full := packer.add(row))]
+    rest = packer.flush()
+    return [*closed, rest] if rest else closed
+
+
+def collate(rows: Sequence[Row]) -> Batch:
+    """One packed batch. Rows not yet scored get a zero `logp_prox`."""
+    lengths = torch.tensor([len(row) for row in rows])
+    logp_prox = _cat([row.logp_prox for row in rows])
+    ends = lengths.cumsum(0)
+    seq = torch.repeat_interleave(torch.arange(len(rows)), lengths)
+    return Batch(
+        tokens=torch.cat([row.tokens for row in rows]),
+        positions=torch.arange(int(ends[-1])) - (ends - lengths)[seq],
+        cu_seqlens=torch.cat([ends.new_zeros(1), ends]).int(),
+        seq=seq,
+        mask=torch.cat([row.mask for row in rows]),
+        logp_behav=torch.cat([row.logp_behav for row in rows]),
+        logp_prox=logp_prox if logp_prox is not None else torch.zeros(int(ends[-1])),
+        advantage=torch.cat([row.advantage for row in rows]),
+        lag=torch.cat([row.lag for row in rows]),
+        temperature=rows[0].temperature,
+        max_seqlen=int(lengths.max()),
+        returns=_cat([row.returns for row in rows]),
+        values=_cat([row.values for row in rows]),
+    )
+
+
+def _cat(parts: Sequence[Tensor | None]) -> Tensor | None:
+    present = [part for part in parts if part is not None]
+    assert len(present) in (0, len(parts)), "some rows of a micro-batch have the field and others lack it"
+    return torch.cat(present) if present else None
+
+
+def empty_row() -> Row:
+    """Two tokens that nothing is learned from: a rank without work runs it so that all ranks run the same forwards."""
+    return example_row(torch.zeros(2, dtype=torch.long), torch.zeros(2, dtype=torch.bool))

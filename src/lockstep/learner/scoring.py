@@ -1,0 +1,35 @@
+"""What the learner's model thinks of tokens that are already there. The shift by one is done here and nowhere else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from lockstep.models.head import find_head
+from lockstep.models.varlen import Packed
+from lockstep.types import Batch
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """Aligned with the token itself and zero where `batch.mask` is not set."""
+
+    logp: Tensor  # [N] float32, log π_θ at the sampling temperature
+    entropy: Tensor  # [N] float32, of the distribution the token was drawn from; no gradient
+    value: Tensor | None  # [N] float32, of the state before the token
+
+
+def score(module: nn.Module, batch: Batch) -> Scores:
+    """One forward of the whole model over packed sequences; only positions that predict a masked token reach the head.
+
+    `batch` must be on the module's device.
+    """
+    places = batch.mask.nonzero().squeeze(1)
+    packed = Packed(cu_seqlens=batch.cu_seqlens, max_seqlen=batch.max_seqlen)
+    with find_head(module).scoring(places - 1, batch.tokens[places], batch.temperature):
+        out = module(
+            input_ids=batch.tokens[None], position_ids=batch.positions[None], use_cache=False, lockstep=packed
+        ).logits[0]
+    columns = [out.new_zeros(len(batch.tokens)).index_copy(0, places, column) for column in out.unbind(-1)]
+    return Scores(columns[0], columns[1], columns[2] if len(columns) == 3 else None)

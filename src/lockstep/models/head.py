@@ -1,0 +1,166 @@
+"""The learner's output layer: log-probs of given tokens, without ever holding all logits.
+
+`install_head` puts it in `lm_head`'s place with the same parameters (tied ones stay tied). The model is still called
+as a whole, so FSDP2 sees every forward; only the rows asked for are computed, chunk by chunk, and computed again in
+backward. What the model itself does to its logits (softcap, scale) moves into the head.
+
+Shapes: R rows asked for, D hidden width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+VALUE_HEAD = "value"  # its parameters are the learner's own and never part of a published checkpoint
+CHUNK_ELEMENTS = {"cpu": 2**21, "cuda": 2**27}  # logits held at once: cache-sized on a CPU, launch-bound on a GPU
+
+
+@dataclass(frozen=True, slots=True)
+class LogitTransform:
+    """logits = softcap · tanh(scale · raw / softcap), the cap optional."""
+
+    scale: float = 1.0
+    softcap: float | None = None
+
+    def __call__(self, raw: Tensor) -> Tensor:
+        """In float32 whatever the model's dtype, as the sampler's log-probs are."""
+        z = raw.float() * self.scale
+        return z if self.softcap is None else (z / self.softcap).tanh() * self.softcap
+
+    def slope(self, z: Tensor) -> Tensor | float:
+        """d logits / d raw, from the transformed logits."""
+        return self.scale if self.softcap is None else self.scale * (1 - (z / self.softcap) ** 2)
+
+
+class LogProbHead(nn.Module):
+    """Inside `scoring(…)` the forward gives [1, R, 2 or 3]: log-prob, entropy and, with a value head, the value.
+
+    Outside it gives plain logits, as the layer it replaces. Entropy is for looking at: it carries no gradient.
+    """
+
+    def __init__(self, linear: nn.Linear, transform: LogitTransform, with_value: bool) -> None:
+        super().__init__()
+        self.weight = linear.weight  # [V, D]
+        self.register_parameter("bias", linear.bias)
+        self.transform = transform
+        self.value = _zero_linear(linear) if with_value else None
+        self._request: tuple[Tensor, Tensor, float] | None = None
+
+    @contextmanager
+    def scoring(self, rows: Tensor, targets: Tensor, temperature: float) -> Iterator[None]:
+        """The next forward scores `targets` [R] as the tokens that follow positions `rows` [R]."""
+        self._request = (rows, targets, temperature)
+        try:
+            yield
+        finally:
+            self._request = None
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        if self._request is None:
+            return self.transform(F.linear(hidden, self.weight, self.bias)).to(hidden.dtype)
+        rows, targets, temperature = self._request
+        hidden = hidden.squeeze(0).index_select(0, rows)
+        outputs = list(_ChunkedLogProb.apply(hidden, self.weight, self.bias, targets, temperature, self.transform))
+        if self.value is not None:
+            outputs.append(self.value(hidden).squeeze(-1).float())
+        return torch.stack(outputs, dim=-1).unsqueeze(0)
+
+
+class _ChunkedLogProb(torch.autograd.Function):
+    """log softmax(z / T)[target] and its entropy, row by row; backward recomputes each chunk's logits from `lse`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, h: Tensor, W: Tensor, bias: Tensor | None, targets: Tensor, T: float, transform: LogitTransform
+    ) -> tuple[Tensor, Tensor]:
+        logp, entropy, lse = h.new_empty((3, len(h)), dtype=torch.float32)
+        for s in _chunks(h, W):
+            z = transform(F.linear(h[s], W, bias)).div_(T)
+            torch.logsumexp(z, -1, out=lse[s])
+            torch.sub(z.gather(1, targets[s, None]).squeeze(1), lse[s], out=logp[s])
+            z = z.sub_(lse[s, None])
+            torch.sum(z.exp().mul_(z), -1, out=entropy[s]).neg_()
+        ctx.save_for_backward(h, W, bias, targets, lse)
+        ctx.T, ctx.transform = T, transform
+        ctx.mark_non_differentiable(entropy)
+        return logp, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """d logp / d z = onehot(target) − softmax(z), then through T and the transform."""
+        h, W, bias, targets, lse = ctx.saved_tensors
+        grad_h, grad_W = torch.empty_like(h), torch.zeros_like(W, dtype=torch.float32)
+        grad_b = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
+        for s in _chunks(h, W):
+            g = grads[0][s, None]
+            z = ctx.transform(F.linear(h[s], W, bias))
+            slope = ctx.transform.slope(z) / ctx.T
+            grad_z = z.div_(ctx.T).sub_(lse[s, None]).exp_().mul_(-g)
+            grad_z = grad_z.scatter_add_(1, targets[s, None], g).mul_(slope)
+            if grad_b is not None:
+                grad_b += grad_z.sum(0)
+            grad_z = grad_z.to(h.dtype)
+            torch.mm(grad_z, W, out=grad_h[s])
+            _add_outer(grad_W, grad_z, h[s])
+        return grad_h, grad_W.to(W.dtype), None if grad_b is None else grad_b.to(bias.dtype), None, None, None
+
+
+def _add_outer(total: Tensor, a: Tensor, b: Tensor) -> None:
+    if a.dtype == total.dtype:
+        total.addmm_(a.T, b)
+    else:
+        total += a.T @ b
+
+
+def _chunks(h: Tensor, W: Tensor) -> Iterator[slice]:
+    size = max(1, CHUNK_ELEMENTS.get(h.device.type, 2**24) // W.shape[0])
+    return (slice(i, i + size) for i in range(0, len(h), size))
+
+
+def install_head(module: PreTrainedModel, with_value: bool = False) -> LogProbHead:
+    """Replaces the output layer in place. Changes `module.config`: give the learner a config of its own."""
+    linear = module.get_output_embeddings()
+    if not isinstance(linear, nn.Linear):
+        raise ValueError(f"{type(module).__name__} has no linear output layer but {type(linear).__name__}")
+    name = next(name for name, child in module.named_modules() if child is linear)
+    head = LogProbHead(linear, take_logit_transform(module), with_value)
+    module.set_submodule(name, head)
+    return head
+
+
+def find_head(module: nn.Module) -> LogProbHead:
+    return next(child for child in module.modules() if isinstance(child, LogProbHead))
+
+
+def take_logit_transform(module: PreTrainedModel) -> LogitTransform:
+    """Moves the model's own logit transform out of it. One we do not know by name shows in the self-check at load."""
+    config = module.config.get_text_config()
+    softcap = _take(module, config, "final_logit_softcapping", None)
+    scale = cast(float, _take(module, config, "logit_scale", 1.0))  # Cohere
+    granite = cast(float, _take(module, config, "logits_scaling", 1.0))
+    scale *= granite if config.model_type.startswith("hyperclovax") else 1 / granite
+    return LogitTransform(scale, softcap)
+
+
+def _take(module: PreTrainedModel, config: PreTrainedConfig, name: str, neutral: float | None) -> float | None:
+    """The setting's value; what is left behind, in the config and on the modules that copied it, does nothing."""
+    found = getattr(config, name, neutral)
+    holders = [h for h in (config, module.config, *module.modules()) if isinstance(vars(h).get(name), float | int)]
+    for holder in holders:
+        setattr(holder, name, neutral)
+    return neutral if found is None else float(found)
+
+
+def _zero_linear(like: nn.Linear) -> nn.Linear:
+    value = nn.Linear(like.in_features, 1, device=like.weight.device, dtype=like.weight.dtype)
+    nn.init.zeros_(value.weight)
+    nn.init.zeros_(value.bias)
+    return value

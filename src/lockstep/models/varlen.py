@@ -1,0 +1,194 @@
+"""Attention over sequences laid end to end, for the learner: no sequence ever sees another.
+
+Registered in transformers under the name `lockstep_varlen` and fed by one forward argument, `lockstep=Packed(…)`.
+No mask function is registered under that name, so transformers builds no mask: the lengths alone separate sequences.
+
+Shapes: N tokens of the batch, P padded places, B sequences of a bucket, L its longest, H heads, D head width.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+NAME = "lockstep_varlen"
+# Bookkeeping that transformers hands to every attention function and that changes nothing here.
+IGNORED = frozenset({"position_ids", "use_cache", "cache_position", "past_key_values", "output_router_logits"})
+
+
+@dataclass(kw_only=True)
+class Packed:
+    """What one forward of packed sequences needs to know; `calls` counts the attention layers that used it."""
+
+    cu_seqlens: Tensor  # [B+1] int32
+    max_seqlen: int
+    calls: int = field(default=0)
+
+    @cached_property
+    def layout(self) -> Layout:
+        return Layout.of(self.cu_seqlens)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where every token goes when sequences are right-padded into buckets of similar length."""
+
+    gather: Tensor  # [P] which token fills a place; padding repeats token 0, which no real token attends to
+    scatter: Tensor  # [N] the place of every token
+    buckets: tuple[tuple[int, int, int], ...]  # (first place, sequences, longest) of each bucket
+    dense: bool  # nothing is padded or moved
+
+    @staticmethod
+    def of(cu_seqlens: Tensor) -> Layout:
+        offsets: list[int] = cu_seqlens.tolist()
+        lengths = [end - start for start, end in pairwise(offsets)]
+        buckets, places, first = [], torch.empty(offsets[-1], dtype=torch.long), 0
+        for members in group_lengths(lengths):
+            longest = lengths[members[0]]
+            for slot, i in enumerate(members):
+                start = first + slot * longest
+                places[offsets[i] : offsets[i + 1]] = torch.arange(start, start + lengths[i])
+            buckets.append((first, len(members), longest))
+            first += len(members) * longest
+        gather = torch.zeros(first, dtype=torch.long)
+        gather[places] = torch.arange(len(places))
+        device = cu_seqlens.device
+        return Layout(gather.to(device), places.to(device), tuple(buckets), len(set(lengths)) == 1)
+
+
+def group_lengths(lengths: Sequence[int], waste: float = 0.5, floor: int = 64) -> list[list[int]]:
+    """Sequences by falling length, in buckets whose shortest is at least `waste` of the longest, or under `floor`."""
+    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    groups: list[list[int]] = []
+    for i in order:
+        if groups and lengths[i] >= min(waste * lengths[groups[-1][0]], lengths[groups[-1][0]] - floor):
+            groups[-1].append(i)
+        else:
+            groups.append([i])
+    return groups
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,  # [1, H, N, D]
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    lockstep: Packed | None = None,
+    **extra: Any,
+) -> tuple[Tensor, None]:
+    """The function transformers calls in every layer; returns [1, N, H, D]."""
+    if lockstep is None:
+        raise ValueError(f"{NAME} needs the forward argument `lockstep`: call the learner's model through `score`")
+    _refuse_unsupported(module, attention_mask, dropout, is_causal, extra)
+    lockstep.calls += 1
+    window = sliding_window if sliding_window is not None and sliding_window < lockstep.max_seqlen else None
+    q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))  # [N, H, D]
+    fast = q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] == v.shape[-1]
+    run = _fused if fast else _padded
+    return run(q, k, v, lockstep, scaling, window).unsqueeze(0), None
+
+
+def _refuse_unsupported(
+    module: nn.Module, mask: Tensor | None, dropout: float, is_causal: bool | None, extra: dict[str, Any]
+) -> None:
+    unknown = sorted(k for k, v in extra.items() if k not in IGNORED and v is not None and v is not False)
+    if unknown:
+        raise ValueError(f"{type(module).__name__} asks for {', '.join(unknown)}, which {NAME} does not implement")
+    if mask is not None:
+        raise ValueError(f"{type(module).__name__} passes an attention mask; {NAME} separates sequences by length only")
+    if dropout:
+        raise ValueError(f"{type(module).__name__} has attention dropout {dropout}; the learner runs without dropout")
+    if not (is_causal if is_causal is not None else getattr(module, "is_causal", True)):
+        raise ValueError(f"{type(module).__name__} is not causal; {NAME} is")
+
+
+def _fused(q: Tensor, k: Tensor, v: Tensor, packed: Packed, scale: float | None, window: int | None) -> Tensor:
+    """PyTorch's variable-length flash attention."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    cu = packed.cu_seqlens
+    repeat = q.shape[1] // k.shape[1]
+    options = _fused_options(frozenset(inspect.signature(varlen_attn).parameters), window)
+    if "enable_gqa" in options:
+        options["enable_gqa"] = repeat > 1
+    elif repeat > 1:
+        k, v = (x.repeat_interleave(repeat, dim=1) for x in (k, v))
+    out = varlen_attn(q, k, v, cu, cu, packed.max_seqlen, packed.max_seqlen, scale=scale, **options)
+    assert isinstance(out, Tensor)
+    return out
+
+
+def _fused_options(parameters: frozenset[str], window: int | None) -> dict[str, Any]:
+    """How this release of torch spells causality, the window and grouped heads."""
+    options: dict[str, Any] = {"enable_gqa": False} if "enable_gqa" in parameters else {}
+    if "window_size" in parameters:
+        return options | {"window_size": (-1 if window is None else window - 1, 0)}
+    if window is not None:
+        raise ValueError("this release of torch has no sliding window in varlen_attn; torch >= 2.11 does")
+    return options | {"is_causal": True}
+
+
+def _padded(q: Tensor, k: Tensor, v: Tensor, packed: Packed, scale: float | None, window: int | None) -> Tensor:
+    """One causal SDPA per bucket. Padding is on the right, so causality alone keeps it out of sight."""
+    layout = packed.layout
+    q, k, v = (x if layout.dense else _Pad.apply(x, layout.gather, layout.scatter) for x in (q, k, v))
+    parts = [_bucket(*(x[i : i + b * n] for x in (q, k, v)), n, scale, window) for i, b, n in layout.buckets]
+    out = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return out if layout.dense else _Unpad.apply(out, layout.scatter)
+
+
+def _bucket(q: Tensor, k: Tensor, v: Tensor, longest: int, scale: float | None, window: int | None) -> Tensor:
+    q, k, v = (x.unflatten(0, (-1, longest)).transpose(1, 2) for x in (q, k, v))  # [B, H, L, D]
+    if window is not None and window < longest:
+        place = torch.arange(longest, device=q.device)
+        distance = place[:, None] - place
+        masked: dict[str, Any] = {"attn_mask": (distance >= 0) & (distance < window)}
+    else:
+        masked = {"is_causal": True}
+    out = F.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=q.shape[1] != k.shape[1], **masked)
+    return out.transpose(1, 2).flatten(0, 1)
+
+
+class _Pad(torch.autograd.Function):
+    """[N, …] to [P, …]. Padding never influences a real token, so its gradient is dropped unread."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gather: Tensor, scatter: Tensor) -> Tensor:
+        ctx.save_for_backward(scatter)
+        return x.index_select(0, gather)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return grads[0].index_select(0, ctx.saved_tensors[0]), None, None
+
+
+class _Unpad(torch.autograd.Function):
+    """[P, …] to [N, …]."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scatter: Tensor) -> Tensor:
+        ctx.save_for_backward(scatter)
+        ctx.places = x.shape[0]
+        return x.index_select(0, scatter)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        padded = grads[0].new_zeros(ctx.places, *grads[0].shape[1:])
+        return padded.index_copy_(0, ctx.saved_tensors[0], grads[0]), None
+
+
+AttentionInterface.register(NAME, attention)
