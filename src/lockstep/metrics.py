@@ -51,6 +51,7 @@ METRICS = (
     Metric("mismatch/dp_mean", "mean absolute difference of token probabilities"),
     Metric("mismatch/dp_max", "largest absolute difference of token probabilities"),
     Metric("mismatch/truncated", "share of tokens whose weight the correction capped"),
+    Metric("mismatch/rejected", "share of tokens whose weight the correction set to zero"),
     Metric("mismatch/refused", "sequences refused for a NaN or -inf log-prob of the sampler", "0"),
     Metric("perf/rollout_tokens_per_s", "sampled tokens per second the engine was busy"),
     Metric("perf/train_tokens_per_s", "tokens learned from per second the learner was busy"),

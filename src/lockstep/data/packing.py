@@ -52,7 +52,11 @@ def example_row(tokens: Tensor, mask: Tensor) -> Row:
         raise ValueError("the first token of an example cannot be learned: nothing predicts it")
     zeros = torch.zeros(len(mask))
     return Row(
-        tokens=tokens, mask=mask, logp_behav=zeros, advantage=mask.float(), lag=torch.zeros(len(mask), dtype=torch.int32)
+        tokens=tokens,
+        mask=mask,
+        logp_behav=zeros,
+        advantage=mask.float(),
+        lag=torch.zeros(len(mask), dtype=torch.int32),
     )
 
 

@@ -46,6 +46,8 @@ class LogProbHead(nn.Module):
     Outside it gives plain logits, as the layer it replaces. Entropy is for looking at: it carries no gradient.
     """
 
+    bias: nn.Parameter | None  # [V]
+
     def __init__(self, linear: nn.Linear, transform: LogitTransform, with_value: bool) -> None:
         super().__init__()
         self.weight = linear.weight  # [V, D]
@@ -110,7 +112,7 @@ class _ChunkedLogProb(torch.autograd.Function):
             grad_z = grad_z.to(h.dtype)
             torch.mm(grad_z, W, out=grad_h[s])
             _add_outer(grad_W, grad_z, h[s])
-        return grad_h, grad_W.to(W.dtype), None if grad_b is None else grad_b.to(bias.dtype), None, None, None
+        return grad_h, grad_W.to(W.dtype), None if grad_b is None else grad_b.to(h.dtype), None, None, None
 
 
 def _add_outer(total: Tensor, a: Tensor, b: Tensor) -> None:

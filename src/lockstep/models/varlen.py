@@ -146,7 +146,10 @@ def _padded(q: Tensor, k: Tensor, v: Tensor, packed: Packed, scale: float | None
     """One causal SDPA per bucket. Padding is on the right, so causality alone keeps it out of sight."""
     layout = packed.layout
     q, k, v = (x if layout.dense else _Pad.apply(x, layout.gather, layout.scatter) for x in (q, k, v))
-    parts = [_bucket(*(x[i : i + b * n] for x in (q, k, v)), n, scale, window) for i, b, n in layout.buckets]
+    parts = []
+    for first, num, longest in layout.buckets:
+        places = slice(first, first + num * longest)
+        parts.append(_bucket(q[places], k[places], v[places], longest, scale, window))
     out = parts[0] if len(parts) == 1 else torch.cat(parts)
     return out if layout.dense else _Unpad.apply(out, layout.scatter)
 

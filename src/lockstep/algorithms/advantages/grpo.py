@@ -1,0 +1,27 @@
+"""Rewards normalised within the group (Shao et al., arXiv:2402.03300, Sec. 4.1.2)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from lockstep.algorithms.pieces import Episodes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GRPO:
+    """A = (R − mean) / (std + 1e-6), unbiased std; exactly 0 for equal rewards and for a group of one."""
+
+    scope: ClassVar[str] = "group"
+    needs_values: ClassVar[bool] = False
+    eps: float = 1e-6
+
+    def __call__(self, episodes: Episodes) -> Tensor:
+        R = episodes.rewards
+        if (R == R[0]).all():  # R − mean need not be exactly 0 then, and 1e-6 would not hide what is left
+            return torch.zeros(len(episodes.seq))
+        A = (R - R.mean()) / (R.std(correction=1) + self.eps)
+        return A.float()[episodes.seq]

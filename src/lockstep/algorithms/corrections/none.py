@@ -1,0 +1,22 @@
+"""No correction: the sampler is taken for the learner."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from lockstep.types import Batch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NONE:
+    """1"""
+
+    cap: ClassVar[float] = math.inf
+
+    def __call__(self, batch: Batch) -> Tensor:
+        return torch.ones_like(batch.logp_prox)

@@ -1,0 +1,21 @@
+"""Sums over a constant: length does not change a token's weight (Dr.GRPO, Liu et al., arXiv:2503.20783)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from lockstep.algorithms.segments import seq_count
+from lockstep.types import Batch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenSumNorm:
+    """Σ m·x / (B·horizon)"""
+
+    horizon: int = 1024
+    count_rejected: bool = True
+
+    def __call__(self, batch: Batch, counted: Tensor) -> tuple[Tensor, Tensor]:
+        return counted.float(), (seq_count(counted, batch) > 0).sum() * self.horizon
