@@ -6,9 +6,7 @@ No role holds another: roles meet on the bus (groups) and in the weight store (v
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Protocol
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Protocol
 
 from lockstep.types import (
     Completion,
@@ -21,6 +19,9 @@ from lockstep.types import (
     Trajectory,
     Verdict,
 )
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Engine(Protocol):
@@ -68,7 +69,7 @@ class Learner(Protocol):
         """
         ...
 
-    async def save(self, folder: str) -> None:
+    async def save(self, folder: Path) -> None:
         """Writes weights, optimiser and counters into `folder`, which the caller makes visible atomically."""
         ...
 
@@ -115,6 +116,16 @@ class Task(Protocol):
         ...
 
     def reward(self, sample: Sample, answer: str) -> Verdict: ...
+
+
+class Judge(Protocol):
+    """A reward made safe to call from the event loop: bounded in time, and a failure is a Verdict that says so."""
+
+    async def __call__(self, sample: Sample, answer: str) -> Verdict:
+        """Waits for a free worker, then for the reward, at most its time limit. Never raises for a bad reward."""
+        ...
+
+    async def close(self) -> None: ...
 
 
 class Recorder(Protocol):

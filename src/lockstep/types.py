@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:  # a process that only judges answers starts without torch
+    import torch
+    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +135,7 @@ class GroupReceipt:
     num_failed: int  # answers whose reward failed
     num_truncated: int
     num_tokens: int
+    parts: Mapping[str, tuple[float, ...]] = field(default_factory=dict)  # {"correct": (1.0, 0.0)}
 
     @property
     def has_signal(self) -> bool:
@@ -171,5 +173,7 @@ class Batch:
         return self.cu_seqlens.numel() - 1
 
     def to(self, device: torch.device) -> Batch:
+        from torch import Tensor
+
         moved = {name: value.to(device) for name in self.__slots__ if isinstance(value := getattr(self, name), Tensor)}
         return replace(self, **moved)

@@ -100,10 +100,13 @@ def plugin(package: str) -> BeforeValidator:
 
 
 def _check(cls: type, name: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Options are the fields of a dataclass; any other class takes none from a recipe."""
     fields: list[str] = list(getattr(cls, "__dataclass_fields__", {}))
     for key in options:
         if key not in fields:
             raise ConfigError(unknown(f"option of {name}", key, fields))
+    if not fields:
+        return options
     try:
         TypeAdapter(cls).validate_python(options)
     except ValidationError as error:

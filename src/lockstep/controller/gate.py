@@ -1,0 +1,102 @@
+"""How far sampling may run ahead of learning, and which groups a step consumes.
+
+lag = learner version − version a group was admitted at. Admission counts work in flight: a group starts only while fewer
+than (version + max_staleness + 1) · batch groups were admitted. A step must take every group that would otherwise become
+too old, and waits for it; the places left go to whatever is ready. Admitted at version ≤ v − s there are at most
+(v+1)·batch groups, v·batch of which are consumed when step v begins: the ones that are due always fit, so the bound
+holds whatever the delays are, and nothing is dropped for being late.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+
+
+class Stopped(Exception):  # noqa: N818 - not an error
+    """The run was asked to stop while a step still waited for groups."""
+
+
+@dataclass(slots=True)
+class Gate:
+    batch: int
+    max_staleness: int
+    version: int = 0
+    _admitted: int = 0  # groups admitted, less those dropped
+    _in_flight: dict[int, int] = field(default_factory=dict)  # index -> version when admitted
+    _ready: dict[int, int] = field(default_factory=dict)  # the same, in order of completion
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
+    _stopped: bool = False
+
+    def __post_init__(self) -> None:
+        self._admitted = self.version * self.batch  # a resumed run has consumed this many
+
+    @property
+    def room(self) -> int:
+        """How many groups may start now. Without staleness a batch starts as a whole, so that it is repeatable."""
+        if self._stopped or (self.max_staleness == 0 and self._in_flight):
+            return 0
+        return (self.version + self.max_staleness + 1) * self.batch - self._admitted
+
+    def admit(self, indices: Sequence[int]) -> None:
+        assert len(indices) <= self.room, f"{len(indices)} groups admitted, room for {self.room}"
+        self._admitted += len(indices)
+        self._in_flight |= dict.fromkeys(indices, self.version)
+
+    def finish(self, index: int) -> None:
+        self._ready[index] = self._in_flight.pop(index)
+        self._changed.set()
+
+    def drop(self, index: int) -> None:
+        """The group carries nothing to learn: its place is free again."""
+        del self._in_flight[index]
+        self._admitted -= 1
+        self._changed.set()
+
+    def advance(self, version: int) -> None:
+        self.version = version
+        self._changed.set()
+
+    @property
+    def stopped(self) -> bool:
+        return self._stopped
+
+    def stop(self) -> None:
+        """Ends the wait of a step under way; nothing more is admitted."""
+        self._stopped = True
+        self._changed.set()
+
+    async def changed(self) -> None:
+        """waits for: a group that finished or was dropped, a new version, or the stop"""
+        await self._changed.wait()
+        self._changed.clear()
+
+    @property
+    def unfinished(self) -> list[int]:
+        """Groups admitted and not consumed, which a resumed run generates again."""
+        return sorted([*self._in_flight, *self._ready])
+
+    async def step(self) -> AsyncIterator[int]:
+        """The groups of the step that starts now, as they become ready.
+
+        consumes: ready groups · waits for: those in flight · unblocked by: finish, drop, stop
+        """
+        for taken in range(self.batch):
+            while (index := self._next(self.batch - taken)) is None:
+                if self._stopped:
+                    raise Stopped
+                await self.changed()
+            del self._ready[index]
+            yield index
+
+    def _next(self, places: int) -> int | None:
+        if self.max_staleness == 0:  # in order of prompts: the arithmetic of a step then never depends on timing
+            first = min([*self._in_flight, *self._ready], default=None)
+            return first if first in self._ready else None
+        oldest = min(self._ready, key=lambda i: (self._ready[i], i), default=None)
+        if oldest is None:
+            return None
+        due = self.version - self.max_staleness
+        awaited = sum(version <= due for version in self._in_flight.values())
+        return oldest if self._ready[oldest] <= due or places > awaited else None

@@ -1,0 +1,241 @@
+"""The loop: sampling and learning, held together by the gate. It moves references and versions, never tensors."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from lockstep.controller.checkpoints import Checkpoints, Progress
+from lockstep.controller.config import CheckpointConfig, TrainConfig
+from lockstep.controller.gate import Gate, Stopped
+from lockstep.protocols import Bus, Engine, Learner, Recorder, Rollout
+from lockstep.types import GroupReceipt, Sample, StepResult
+
+Evaluate = Callable[[], Awaitable[Mapping[str, float]]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Roles:
+    """Everything the loop talks to."""
+
+    engine: Engine
+    rollout: Rollout
+    learner: Learner
+    bus: Bus
+    recorder: Recorder
+    sample: Callable[[int], Sample]  # the prompt at an index of the run's order
+    evaluate: Evaluate | None
+    checkpoints: Checkpoints
+
+
+@dataclass(slots=True)
+class Tally:
+    """What happened to groups since the last step, told by their receipts."""
+
+    rewards: list[float] = field(default_factory=list)
+    failed: int = 0
+    truncated: int = 0
+    answers: int = 0
+    tokens: int = 0
+    no_signal: int = 0
+    replaced: int = 0
+    parts: dict[str, list[float]] = field(default_factory=dict)
+
+    def add(self, receipt: GroupReceipt) -> None:
+        self.rewards += receipt.rewards
+        self.failed += receipt.num_failed
+        self.truncated += receipt.num_truncated
+        self.answers += len(receipt.rewards) + receipt.num_failed
+        self.tokens += receipt.num_tokens
+        self.no_signal += not receipt.has_signal
+        for part, values in receipt.parts.items():
+            self.parts.setdefault(part, []).extend(values)
+
+    def metrics(self) -> dict[str, float]:
+        found = {
+            "reward/failed": self.failed,
+            "rollout/no_signal": self.no_signal,
+            "rollout/replaced": self.replaced,
+            **{f"reward/part/{name}": sum(values) / len(values) for name, values in self.parts.items()},
+        }
+        if self.rewards:
+            mean = sum(self.rewards) / len(self.rewards)
+            found["reward/mean"] = mean
+            found["reward/std"] = (sum((r - mean) ** 2 for r in self.rewards) / len(self.rewards)) ** 0.5
+        if self.answers:
+            found["rollout/length"] = self.tokens / self.answers
+            found["rollout/truncated"] = self.truncated / self.answers
+        return found
+
+
+class Controller:
+    """Runs training from `progress` to the last step, or until `stop` is called."""
+
+    def __init__(
+        self,
+        roles: Roles,
+        train: TrainConfig,
+        checkpoint: CheckpointConfig,
+        *,
+        progress: Progress,
+        eval_every: int,
+        dynamic_sampling: bool,
+    ) -> None:
+        self.roles = roles
+        self.config = train
+        self.checkpoint = checkpoint
+        self.progress = progress
+        self.eval_every = eval_every
+        self.dynamic_sampling = dynamic_sampling
+        self.gate = Gate(train.prompts, train.max_staleness, version=progress.version)
+        self._next_index = progress.next_index
+        self._again = list(progress.unfinished)
+        self._tally = Tally()
+        self._rollouts: set[asyncio.Task[None]] = set()
+        self._failure: BaseException | None = None
+        self._started = time.monotonic() - progress.seconds
+        self._saved_step = progress.step if progress.step else -1
+
+    async def run(self) -> Progress:
+        """consumes: prompts · waits for: rollouts and the learner · unblocked by: the gate, a stop, any failure"""
+        await self._before_first_step()
+        producer = asyncio.create_task(self._produce())
+        producer.add_done_callback(self._stop_if_failed)
+        try:
+            await self._train()
+        except Stopped:
+            if self._failure is not None:
+                raise self._failure from None
+            self.roles.recorder.event(self.progress.step, "stopped", "stopped on request; --resume goes on from here")
+        finally:
+            await self._end([producer, *self._rollouts])
+        await self._save(final=True)
+        return self.progress
+
+    def stop(self) -> None:
+        """Asks the run to end after the update under way; what is still being sampled is given up."""
+        self.gate.stop()
+
+    async def _before_first_step(self) -> None:
+        if self.progress.step == 0:
+            best = self.roles.evaluate is not None and await self._evaluate()
+            await self._save(best=best)
+
+    async def _train(self) -> None:
+        while self.progress.step < self.config.steps:
+            if self.gate.stopped:
+                raise Stopped
+            started = time.monotonic()
+            result = await self.roles.learner.step(self.progress.step, self.gate.step())
+            learned = time.monotonic()
+            await self.roles.engine.update_weights(result.version)
+            times = {"time/sync": time.monotonic() - learned}
+            self._note_progress(result)
+            times |= await self._after_step()
+            times["time/total"] = time.monotonic() - started
+            await self._log(result, times)
+            self.gate.advance(result.version)  # last: without staleness nothing else runs during an evaluation
+
+    async def _produce(self) -> None:
+        """consumes: prompts, in order · waits for: room at the gate · unblocked by: steps that end, dropped groups"""
+        while True:
+            indices = [self._take_index() for _ in range(self.gate.room)]
+            self.gate.admit(indices)
+            for index in indices:
+                task = asyncio.create_task(self._roll(index))
+                self._rollouts.add(task)
+                task.add_done_callback(self._rollouts.discard)
+                task.add_done_callback(self._stop_if_failed)
+            await self.gate.changed()
+
+    def _take_index(self) -> int:
+        if self._again:
+            return self._again.pop(0)
+        self._next_index += 1
+        return self._next_index - 1
+
+    async def _roll(self, index: int) -> None:
+        receipt = await self.roles.rollout.run(index, self.roles.sample(index), self.gate.version)
+        self._tally.add(receipt)
+        may_replace = self._tally.replaced < self.config.max_replaced * self.config.prompts
+        if self.dynamic_sampling and not receipt.has_signal and may_replace:
+            self._tally.replaced += 1
+            await self.roles.bus.drop(index)
+            self.gate.drop(index)
+        else:
+            self.gate.finish(index)
+
+    def _stop_if_failed(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._failure = self._failure or error
+            self.gate.stop()
+
+    async def _end(self, tasks: Sequence[asyncio.Task[None]]) -> None:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _note_progress(self, result: StepResult) -> None:
+        self.progress = replace(
+            self.progress,
+            step=self.progress.step + 1,
+            version=result.version,
+            next_index=self._next_index,
+            unfinished=sorted([*self._again, *self.gate.unfinished]),
+            seconds=time.monotonic() - self._started,
+        )
+
+    async def _after_step(self) -> dict[str, float]:
+        """Evaluation and checkpoint, when they are due."""
+        step, times = self.progress.step, {}
+        last, best = step == self.config.steps, False
+        if self.roles.evaluate and (last or _due(step, self.eval_every)):
+            started = time.monotonic()
+            best = await self._evaluate()
+            times["time/eval"] = time.monotonic() - started
+        if best or _due(step, self.checkpoint.every):
+            started = time.monotonic()
+            await self._save(best=best)
+            times["time/save"] = time.monotonic() - started
+        return times
+
+    async def _evaluate(self) -> bool:
+        """Evaluates now, leaving no trace in the engine's cache; True if it is the best so far."""
+        assert self.roles.evaluate is not None
+        metrics = await self.roles.evaluate()
+        await self.roles.engine.reset_cache()
+        self.roles.recorder.log(self.progress.step, metrics)
+        best = self.progress.best is None or metrics["eval/accuracy"] > self.progress.best
+        if best:
+            self.progress = replace(self.progress, best=metrics["eval/accuracy"])
+        return best
+
+    async def _save(self, *, best: bool = False, final: bool = False) -> None:
+        """A disk that is full costs a checkpoint, not the run: it goes on and tries again, unless this is the end."""
+        if final and self._saved_step == self.progress.step:
+            return
+        try:
+            await self.roles.checkpoints.save(self.progress, self.roles.learner.save, best=best)
+            self._saved_step = self.progress.step
+        except OSError as error:
+            self.roles.recorder.event(self.progress.step, "save-failed", f"checkpoint not saved: {error}")
+            if final:
+                raise
+
+    async def _log(self, result: StepResult, times: dict[str, float]) -> None:
+        engine = await self.roles.engine.stats()
+        tally, self._tally = self._tally, Tally()
+        metrics = {**result.metrics, **tally.metrics(), **times, "time/rollout": engine["busy_seconds"]}
+        metrics["perf/preemptions"] = engine["preemptions"]
+        if engine["busy_seconds"]:
+            metrics["perf/rollout_tokens_per_s"] = engine["sampled_tokens"] / engine["busy_seconds"]
+        if engine["prompt_tokens"]:
+            metrics["perf/prefix_hit"] = engine["prefix_hit_tokens"] / engine["prompt_tokens"]
+        metrics["perf/samples_per_s"] = tally.answers / times["time/total"]
+        self.roles.recorder.log(self.progress.step, metrics)
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0

@@ -1,0 +1,131 @@
+"""Attention over paged KV memory: what the embedded engine calls in place of the model's own attention.
+
+A step's tokens are laid end to end, [1, N]. They fall into segments, one of single-token queries (decode) and one of
+chunks (prefill), each computed as one padded batch over pages gathered by its block table. The host knows every shape
+of a step beforehand and nothing is read back within it, so a step can be captured as a CUDA graph.
+
+Shapes: N tokens, B sequences of a segment, Q longest query, P pages, S page size, H key/value heads, G queries per
+key/value head, D head size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedConfig
+
+NAME = "lockstep_paged"
+
+
+class KVCache:
+    """Keys and values of all layers, by page: [layers][pages, S, H, D]."""
+
+    def __init__(
+        self, config: PreTrainedConfig, *, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        text = config.get_text_config()
+        heads, size = kv_shape(text)
+        self.page_size = page_size
+        self.num_pages = num_pages
+        shape = (text.num_hidden_layers, num_pages, page_size, heads, size)
+        self.keys = torch.zeros(shape, dtype=dtype, device=device)
+        self.values = torch.zeros(shape, dtype=dtype, device=device)
+
+
+def kv_shape(text: Any) -> tuple[int, int]:
+    """(key/value heads, head size) of a text config."""
+    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return getattr(text, "num_key_value_heads", None) or text.num_attention_heads, size
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Sequences of one step that are computed together."""
+
+    rows: slice  # where its tokens stand among the N
+    pages: Tensor  # [B, P] page ids
+    positions: Tensor  # [B, Q] position of each query; padding repeats some valid one
+    query_index: Tensor | None = None  # [B, Q] into the segment's tokens; None: one query each, nothing padded
+    token_index: Tensor | None = None  # [tokens] back from the padded [B*Q]
+
+    def visible(self, num_keys: int, window: int | None) -> Tensor:
+        """[B, 1, Q, keys] bool: keys at or before the query, and within the window if there is one."""
+        keys = torch.arange(num_keys, device=self.positions.device)
+        query = self.positions[:, None, :, None]
+        mask = keys <= query
+        return mask if window is None else mask & (keys > query - window)
+
+
+@dataclass(slots=True)
+class PagedStep:
+    """One engine step, handed to the model's forward as the keyword `lockstep`."""
+
+    cache: KVCache
+    slots: Tensor  # [N] where each token's key and value are written: page * S + offset
+    segments: list[Segment]
+    calls: list[int] = field(default_factory=list)  # layers that ran, for the self-check
+    _masks: dict[tuple[int, int | None], Tensor] = field(default_factory=dict)
+
+    def mask(self, number: int, window: int | None) -> Tensor:
+        """The mask of a segment, made once a step and shared by all layers with the same window."""
+        if (number, window) not in self._masks:
+            segment = self.segments[number]
+            self._masks[number, window] = segment.visible(segment.pages.shape[1] * self.cache.page_size, window)
+        return self._masks[number, window]
+
+
+def paged_attention(
+    module: nn.Module,
+    query: Tensor,  # [1, H*G, N, D]
+    key: Tensor,  # [1, H, N, D]
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    lockstep: PagedStep,
+    scaling: float,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    **extra: Any,
+) -> tuple[Tensor, None]:
+    refuse_extra(extra)
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    keys, values = lockstep.cache.keys[layer], lockstep.cache.values[layer]
+    keys.flatten(0, 1).index_copy_(0, lockstep.slots, key[0].transpose(0, 1))
+    values.flatten(0, 1).index_copy_(0, lockstep.slots, value[0].transpose(0, 1))
+    lockstep.calls.append(layer)
+
+    query_ND = query[0].transpose(0, 1)  # [N, H*G, D]
+    out_ND = torch.empty_like(query_ND)
+    for number, segment in enumerate(lockstep.segments):
+        mask = lockstep.mask(number, sliding_window)
+        out_ND[segment.rows] = _attend(query_ND[segment.rows], keys, values, segment, mask, scaling)
+    return out_ND.unsqueeze(0), None
+
+
+def _attend(query: Tensor, keys: Tensor, values: Tensor, segment: Segment, mask: Tensor, scaling: float) -> Tensor:
+    k, v = (cache[segment.pages].flatten(1, 2).transpose(1, 2) for cache in (keys, values))  # [B, H, P*S, D]
+    if segment.query_index is None:  # one query each: a head's G queries become G rows over the same keys
+        folded = query.unflatten(1, (k.shape[1], -1))  # [B, H, G, D]
+        mask = mask.expand(-1, -1, folded.shape[2], -1)
+        return F.scaled_dot_product_attention(folded, k, v, attn_mask=mask, scale=scaling).flatten(1, 2)
+    padded = query[segment.query_index].transpose(1, 2)  # [B, H*G, Q, D]
+    out = F.scaled_dot_product_attention(padded, k, v, attn_mask=mask, scale=scaling, enable_gqa=True)
+    return out.transpose(1, 2).flatten(0, 1)[segment.token_index]
+
+
+# What models pass along that changes nothing in the arithmetic of a causal decoder.
+HARMLESS = {"position_ids", "position_embeddings", "use_cache", "is_causal", "output_attentions", "cache_position"}
+
+
+def refuse_extra(extra: dict[str, Any]) -> None:
+    """Sinks, soft-capping and the like would be silently dropped; an argument we do not know is refused by name."""
+    unknown = sorted(name for name, value in extra.items() if name not in HARMLESS and value is not None)
+    if unknown:
+        raise ValueError(f"the model passes attention arguments Lockstep does not implement: {', '.join(unknown)}")
+
+
+AttentionInterface.register(NAME, paged_attention)

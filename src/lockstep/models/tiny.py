@@ -1,0 +1,74 @@
+"""A model from nothing: a small Qwen3 (dense or MoE) with a byte-level tokenizer, for quick starts and tests."""
+
+from __future__ import annotations
+
+import torch
+from pydantic import Field
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast, Qwen3Config
+from transformers.models.qwen3 import Qwen3ForCausalLM
+from transformers.models.qwen3_moe import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from lockstep.config import Config
+
+SPECIALS = ("<|pad|>", "<|user|>", "<|assistant|>", "<|system|>", "<|end|>")
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ '<|' + message.role + '|>' + message.content + '<|end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
+
+class TinyModel(Config):
+    """Shape of a model made on the spot."""
+
+    hidden: int = Field(128, ge=8)
+    """width of the residual stream"""
+    layers: int = Field(4, ge=1)
+    """number of decoder layers"""
+    heads: int = Field(4, ge=1)
+    """query heads; key/value heads are half as many"""
+    context: int = Field(512, ge=16)
+    """longest sequence, prompt and answer"""
+    experts: int = Field(0, ge=0)
+    """experts per layer, two of them active; 0 is a dense model"""
+
+
+def tiny_model(shape: TinyModel, seed: int) -> PreTrainedModel:
+    """Random weights that depend on the seed alone; the global generator is left as it was."""
+    common = {
+        "vocab_size": 256 + len(SPECIALS),
+        "hidden_size": shape.hidden,
+        "intermediate_size": 3 * shape.hidden,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": max(1, shape.heads // 2),
+        "head_dim": max(8, shape.hidden // shape.heads),
+        "max_position_embeddings": shape.context,
+        "tie_word_embeddings": True,
+        "eos_token_id": 256 + SPECIALS.index("<|end|>"),
+        "pad_token_id": 256 + SPECIALS.index("<|pad|>"),
+        "bos_token_id": None,
+    }
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        if shape.experts:
+            moe = {"num_experts": shape.experts, "num_experts_per_tok": 2, "moe_intermediate_size": shape.hidden}
+            return Qwen3MoeForCausalLM(Qwen3MoeConfig(**common, **moe, norm_topk_prob=True)).eval()
+        return Qwen3ForCausalLM(Qwen3Config(**common)).eval()
+
+
+def byte_tokenizer() -> PreTrainedTokenizerBase:
+    """One token per byte and one per special: nothing to train, nothing to download."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(list(SPECIALS))
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token="<|end|>",
+        pad_token="<|pad|>",
+        chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+    )

@@ -1,0 +1,24 @@
+"""One model, two views: a second module of the same class with its own config and, if wanted, the same weights."""
+
+from __future__ import annotations
+
+import copy
+
+from torch import nn
+from transformers import PreTrainedModel
+
+
+def twin(module: PreTrainedModel, attention: str, *, share: bool) -> PreTrainedModel:
+    """A frozen copy of `module` that calls `attention`; with `share` its weights are the same memory.
+
+    Sharing is for phases that alternate. A config carries the attention's name, so each view has its own.
+    """
+    memo = {id(p): nn.Parameter(p.data if share else p.data.clone(), requires_grad=False) for p in module.parameters()}
+    copied = copy.deepcopy(module, memo)
+    use_attention(copied, attention)
+    return copied.eval()
+
+
+def use_attention(module: PreTrainedModel, name: str) -> None:
+    """Makes every attention layer of `module` call the function registered under `name`."""
+    module.set_attn_implementation(name)

@@ -1,0 +1,111 @@
+"""From logits to tokens and their log-probs under the distribution really sampled from.
+
+Rows are independent and seeded: a request draws the same uniform numbers whatever else is in the batch. One uniform per
+token is drawn by a counter-based generator, u(seed, position), and inverted through the cumulative distribution; all on
+the device, no state, no host sync.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lockstep.types import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingBatch:
+    """Parameters of the rows that sample in one step. The flags are known to the host, so they may branch."""
+
+    temperature: Tensor  # [B] float32; 1 for greedy rows
+    greedy: Tensor  # [B] bool
+    top_k: Tensor  # [B] int64; V where off
+    top_p: Tensor  # [B] float32
+    min_p: Tensor  # [B] float32
+    seed: Tensor  # [B] int64
+    position: Tensor  # [B] int64, of the token being drawn
+    any_greedy: bool
+    any_truncated: bool
+
+
+class SamplingTable:
+    """Sampling parameters by row of the engine, on the device; written once when a request gets its row."""
+
+    def __init__(self, max_rows: int, vocab: int, device: torch.device) -> None:
+        self.vocab = vocab
+        self.floats = torch.ones(max_rows, 3, device=device)  # temperature, top_p, min_p
+        self.ints = torch.zeros(max_rows, 3, dtype=torch.int64, device=device)  # greedy, top_k, seed
+
+    def write(self, row: int, params: SamplingParams) -> None:
+        top_k = min(params.top_k or self.vocab, self.vocab)
+        self.floats[row] = torch.tensor([params.temperature or 1.0, params.top_p, params.min_p])
+        self.ints[row] = torch.tensor([params.temperature == 0, top_k, _signed(params.seed)])
+
+    def batch(self, rows: Tensor, positions: Tensor, params: Sequence[SamplingParams]) -> SamplingBatch:
+        temperature, top_p, min_p = self.floats[rows].unbind(1)
+        greedy, top_k, seed = self.ints[rows].unbind(1)
+        return SamplingBatch(
+            temperature=temperature,
+            greedy=greedy.bool(),
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            seed=seed,
+            position=positions,
+            any_greedy=any(p.temperature == 0 for p in params),
+            any_truncated=any(p.top_k > 0 or p.top_p < 1 or p.min_p > 0 for p in params),
+        )
+
+
+def sample(logits_BV: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor]:
+    """(token, log-prob) of each row. Greedy rows take the first largest logit, scored at temperature 1."""
+    logits_BV = logits_BV.float() / batch.temperature[:, None]
+    if batch.any_truncated:
+        logits_BV = truncate(logits_BV, batch)
+    logp_BV = logits_BV.log_softmax(-1)
+    cdf_BV = logp_BV.exp().double().cumsum(-1)
+    threshold = uniform(batch.seed, batch.position) * cdf_BV[:, -1]
+    tokens = torch.searchsorted(cdf_BV, threshold[:, None], right=True)[:, 0]  # first entry above: never of zero mass
+    if batch.any_greedy:
+        tokens = torch.where(batch.greedy, logits_BV.argmax(-1), tokens)
+    return tokens, logp_BV.gather(-1, tokens[:, None])[:, 0]
+
+
+def truncate(logits_BV: Tensor, batch: SamplingBatch) -> Tensor:
+    """−inf outside the kept set: the top_k largest, of them the fewest with mass top_p, and none below min_p·largest."""
+    ordered, order = logits_BV.sort(-1, descending=True, stable=True)
+    probs = ordered.softmax(-1)
+    rank = torch.arange(logits_BV.shape[-1], device=logits_BV.device)
+    keep = rank < batch.top_k[:, None]
+    mass = (probs * keep).sum(-1, keepdim=True)
+    before = (probs.cumsum(-1) - probs) / mass  # mass of the larger ones, within the top_k
+    keep &= (before < batch.top_p[:, None]) & (probs >= batch.min_p[:, None] * probs[:, :1])
+    keep[:, 0] = True
+    return torch.full_like(logits_BV, -torch.inf).scatter(-1, order, ordered.masked_fill(~keep, -torch.inf))
+
+
+def uniform(seed: Tensor, counter: Tensor) -> Tensor:
+    """float64 in [0, 1) from (seed, counter), by two rounds of the splitmix64 finaliser."""
+    mixed = _mix(_mix(seed) + counter * _signed(0x9E3779B97F4A7C15))
+    return (mixed >> 11 & (1 << 53) - 1).double() * 2.0**-53
+
+
+def _mix(z: Tensor) -> Tensor:
+    z = z + _signed(0x9E3779B97F4A7C15)
+    z = (z ^ _shift(z, 30)) * _signed(0xBF58476D1CE4E5B9)
+    z = (z ^ _shift(z, 27)) * _signed(0x94D049BB133111EB)
+    return z ^ _shift(z, 31)
+
+
+def _shift(z: Tensor, bits: int) -> Tensor:
+    """Logical right shift; torch's int64 shift drags the sign along."""
+    return z >> bits & (1 << 64 - bits) - 1
+
+
+def _signed(value: int) -> int:
+    """The int64 with the same 64 bits."""
+    value &= (1 << 64) - 1
+    return value - (1 << 64) if value >> 63 else value

@@ -1,0 +1,240 @@
+"""Which tokens run next: continuous batching over pages, with chunked prefill, prefix sharing and preemption.
+
+Pure bookkeeping, no tensors: `schedule` picks chunks, the runner computes them, `commit` takes the sampled tokens in.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from lockstep.rollout.pages import PagePool
+from lockstep.rollout.sequence import Sequence
+from lockstep.types import StopReason
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Tokens [start, end) of a sequence, to be computed in this step."""
+
+    seq: Sequence
+    start: int
+    end: int
+
+    @property
+    def samples(self) -> bool:
+        """The last token's logits are needed: everything before the next token is computed."""
+        return self.end == len(self.seq.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    decode: list[Chunk]  # one token each
+    prefill: list[Chunk]
+
+    @property
+    def chunks(self) -> list[Chunk]:
+        return self.decode + self.prefill
+
+
+@dataclass(slots=True)
+class Counters:
+    sampled_tokens: int = 0
+    prompt_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    preemptions: int = 0
+    steps: int = 0
+
+
+@dataclass(slots=True)
+class Scheduler:
+    pool: PagePool
+    max_seqs: int
+    max_step_tokens: int
+    context: int
+    version: int = 0
+    admitting: bool = True  # False while draining for a weight update
+    waiting: deque[Sequence] = field(default_factory=deque)
+    running: list[Sequence] = field(default_factory=list)  # oldest first
+    counters: Counters = field(default_factory=Counters)
+    _rows: list[int] = field(default_factory=list)
+    _seatings: int = 0
+
+    def __post_init__(self) -> None:
+        self._rows = list(range(self.max_seqs))
+
+    @property
+    def idle(self) -> bool:
+        return not self.running and not (self.waiting and self.admitting)
+
+    def add(self, seqs: Iterable[Sequence]) -> None:
+        self.waiting.extend(seqs)
+
+    def schedule(self) -> Plan:
+        """The next step. Never empty unless idle: the oldest sequence always fits, by the engine's admission check."""
+        preemptions = self.counters.preemptions
+        decode = self._schedule_decode()
+        prefill = self._continue_prefill(self.max_step_tokens - len(decode))
+        if preemptions == self.counters.preemptions:  # who just lost its pages is not let in again at once
+            prefill += self._admit(self.max_step_tokens - len(decode) - sum(c.end - c.start for c in prefill), prefill)
+        self.counters.steps += 1
+        return Plan(*([c for c in chunks if c.seq.row >= 0] for chunks in (decode, prefill)))
+
+    def commit(
+        self, plan: Plan, tokens: list[int], logp: list[float], stopped: Callable[[Sequence], StopReason | None]
+    ) -> list[Sequence]:
+        """Takes in one sampled token per sampling chunk, in plan order; returns the sequences that ended."""
+        finished, drawn = [], iter(zip(tokens, logp, strict=True))
+        for chunk in plan.chunks:
+            seq = chunk.seq
+            samples = chunk.samples
+            seq.num_computed = chunk.end
+            self._cache_full_pages(seq)
+            if samples:
+                token, value = next(drawn)
+                seq.tokens.append(token)
+                seq.logp.append(value)
+                seq.versions.append(self.version)
+                self.counters.sampled_tokens += 1
+                seq.stop_reason = stopped(seq)
+            if seq.stop_reason is not None:
+                finished.append(seq)
+        for seq in finished:
+            self._leave(seq)
+        return finished
+
+    def abort(self, uids: set[str]) -> list[Sequence]:
+        """Ends requests between two steps; they keep what they have."""
+        ended = [s for s in (*self.running, *self.waiting) if s.request.uid in uids]
+        for seq in ended:
+            seq.stop_reason = StopReason.ABORTED
+            if seq.row >= 0:
+                self._leave(seq)
+            else:
+                self.waiting.remove(seq)
+        return ended
+
+    def new_version(self, version: int, *, recompute: bool) -> None:
+        """New weights: cached prefixes are void. Running sequences keep their pages or give them up and start over."""
+        self.version = version
+        self.pool.reset()
+        for seq in list(reversed(self.running)):
+            if recompute:
+                self._send_back(seq)
+            else:
+                seq.node = None  # its pages now mix versions: never share them
+
+    def _schedule_decode(self) -> list[Chunk]:
+        chunks: list[Chunk] = []
+        for seq in list(self.running):
+            if seq.row < 0 or seq.num_computed < len(seq.tokens) - 1:
+                continue  # preempted in this very loop, or still prefilling
+            if self._grow(seq, len(seq.tokens)):
+                chunks.append(Chunk(seq, seq.num_computed, len(seq.tokens)))
+        return chunks
+
+    def _continue_prefill(self, budget: int) -> list[Chunk]:
+        chunks: list[Chunk] = []
+        for seq in list(self.running):
+            if seq.row >= 0 and seq.num_computed < len(seq.tokens) - 1 and budget > 0:
+                end = min(len(seq.tokens), seq.num_computed + budget)
+                if self._grow(seq, end):
+                    chunks.append(Chunk(seq, seq.num_computed, end))
+                    budget -= end - seq.num_computed
+        return chunks
+
+    def _admit(self, budget: int, prefilling: list[Chunk]) -> list[Chunk]:
+        """Starts waiting sequences, oldest first, while rows, pages and the step's tokens allow."""
+        chunks: list[Chunk] = []
+        held: list[Sequence] = []
+        being_computed = {self._next_page_key(chunk.seq) for chunk in prefilling} - {None}
+        while self.waiting and self.admitting and self._rows and budget > 0:
+            seq = self.waiting.popleft()
+            self._find_prefix(seq)
+            key = self._next_page_key(seq)
+            end = min(len(seq.tokens), seq.num_computed + budget)
+            if key in being_computed:
+                held.append(seq)  # a sibling computes this page right now: share it in the next step
+                self._release(seq)
+                continue
+            if self._pages_needed(seq, end) > self.pool.num_available:
+                self._release(seq)
+                self.waiting.appendleft(seq)
+                break
+            self._grow(seq, end)
+            if key is not None:
+                being_computed.add(key)
+            self._start(seq)
+            chunks.append(Chunk(seq, seq.num_computed, end))
+            budget -= end - seq.num_computed
+        self.waiting.extendleft(reversed(held))
+        return chunks
+
+    def _start(self, seq: Sequence) -> None:
+        seq.row = heapq.heappop(self._rows)
+        self._seatings += 1
+        seq.seating = self._seatings
+        self.running.append(seq)
+        self.running.sort(key=lambda s: s.arrival)
+        self.counters.prompt_tokens += len(seq.tokens)
+        self.counters.prefix_hit_tokens += seq.num_computed
+
+    def _find_prefix(self, seq: Sequence) -> None:
+        """Takes the longest cached prefix, leaving at least one token to compute."""
+        seq.node, size = self.pool.root, self.pool.page_size
+        while (end := seq.num_computed + size) < len(seq.tokens):
+            node = self.pool.find(seq.node, seq.tokens[seq.num_computed : end])
+            if node is None:
+                return
+            seq.pages.append(self.pool.share(node))
+            seq.node, seq.num_computed = node.uid, end
+            seq.num_cached_pages += 1
+
+    def _next_page_key(self, seq: Sequence) -> tuple[int, tuple[int, ...]] | None:
+        """What the next page to be cached will be found by; None if no other sequence could share it."""
+        start = seq.num_cached_pages * self.pool.page_size
+        end = start + self.pool.page_size
+        if seq.node is None or end >= len(seq.tokens):
+            return None
+        return seq.node, tuple(seq.tokens[start:end])
+
+    def _cache_full_pages(self, seq: Sequence) -> None:
+        size = self.pool.page_size
+        while seq.node is not None and (end := (seq.num_cached_pages + 1) * size) <= seq.num_computed:
+            page = seq.pages[seq.num_cached_pages]
+            seq.node = self.pool.cache(seq.node, seq.tokens[end - size : end], page).uid
+            seq.num_cached_pages += 1
+
+    def _pages_needed(self, seq: Sequence, num_tokens: int) -> int:
+        return -(-num_tokens // self.pool.page_size) - len(seq.pages)
+
+    def _grow(self, seq: Sequence, num_tokens: int) -> bool:
+        """Pages for `num_tokens`, preempting the youngest if need be; False if that was `seq` itself."""
+        while self._pages_needed(seq, num_tokens) > 0:
+            page = self.pool.take()
+            if page is not None:
+                seq.pages.append(page)
+                continue
+            victim = self.running[-1]
+            self._send_back(victim)
+            self.counters.preemptions += 1
+            if victim is seq:
+                return False
+        return True
+
+    def _send_back(self, seq: Sequence) -> None:
+        """Gives up its pages and waits first in line; its tokens are prefilled again."""
+        self._leave(seq)
+        self.waiting.appendleft(seq)
+
+    def _leave(self, seq: Sequence) -> None:
+        self.running.remove(seq)
+        heapq.heappush(self._rows, seq.row)
+        seq.row = -1
+        self._release(seq)
+
+    def _release(self, seq: Sequence) -> None:
+        self.pool.release(seq.pages)
+        seq.pages, seq.num_computed, seq.num_cached_pages, seq.node = [], 0, 0, None
