@@ -1,0 +1,95 @@
+"""The base for tasks whose samples are rows of a dataset."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lockstep.config import ConfigError
+from lockstep.data.sources import is_files, read_rows
+from lockstep.tasks._lazy import LazySamples, hash_share
+from lockstep.types import Message, Sample, Verdict
+
+_HELD_OUT = 0.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatasetTask:
+    """Rows and a reward. The smallest task of your own is a `reward` (a Verdict, or just a number):
+
+        @dataclass(frozen=True, kw_only=True)
+        class Poems(DatasetTask):
+            def reward(self, sample, answer):
+                return answer.count("\\n") == 3
+
+    which a recipe uses as `task = {name = "my_tasks/poems.py:Poems", path = "poems.jsonl"}`. Rows are expected to have
+    `messages` or `prompt`, and maybe `answer` and `solution`; override `sample` if they look different.
+    Rewards run in worker processes under a time limit, see `lockstep.tasks.judging.judge`.
+    """
+
+    path: str
+    """Dataset to train on: a .jsonl or .parquet file, a pattern of files, a dataset folder, or a hub name."""
+    eval_path: str = ""
+    """Dataset to evaluate on. By default the split `test` of `path`; for a file, a tenth of it, held out by hash."""
+    train_split: str = "train"
+    """Split of a dataset folder or hub dataset to train on."""
+    eval_split: str = "test"
+    """Split of a dataset folder or hub dataset to evaluate on."""
+
+    def sample(self, uid: str, row: Mapping[str, Any]) -> Sample:
+        """One row as a sample."""
+        return Sample(
+            uid=uid,
+            messages=read_messages(first_of(row, ("messages", "prompt"), uid)),
+            answer=str(row.get("answer", "")),
+            solution=row.get("solution"),
+            info=row,
+        )
+
+    def reward(self, sample: Sample, answer: str) -> Verdict:
+        raise NotImplementedError(f"{type(self).__name__} has no `reward`")
+
+    def samples(self, split: str) -> Sequence[Sample]:
+        if split not in ("train", "eval"):
+            raise ConfigError(f"unknown split {split!r}; choices: train, eval")
+        if self.eval_path or not is_files(self.path):
+            rows = self._rows(split)
+            return LazySamples(len(rows), lambda i: self.sample(f"{split}/{i}", rows[i]))
+        return self._held_out(split)
+
+    def demonstrations(self) -> Sequence[Sample]:
+        """The training samples whose rows hold a worked solution."""
+        return [sample for sample in self.samples("train") if sample.solution]
+
+    def _rows(self, split: str) -> Sequence[Mapping[str, Any]]:
+        if split == "train":
+            return read_rows(self.path, self.train_split)
+        return read_rows(self.eval_path or self.path, self.eval_split)
+
+    def _held_out(self, split: str) -> Sequence[Sample]:
+        """One file for both: what the model is asked decides, so equal prompts are never on both sides."""
+        samples = [self.sample(f"{split}/{i}", row) for i, row in enumerate(self._rows("train"))]
+        chosen = [s for s in samples if _is_held_out(s) == (split == "eval")]
+        if not chosen:
+            raise ConfigError(f"{self.path} has too few rows to hold some out: set eval_path")
+        return chosen
+
+
+def _is_held_out(sample: Sample) -> bool:
+    return hash_share("\n".join(m.content for m in sample.messages)) < _HELD_OUT
+
+
+def first_of(row: Mapping[str, Any], keys: Sequence[str], uid: str) -> Any:
+    """The value of the first of `keys` that the row has."""
+    for key in keys:
+        if row.get(key) is not None:
+            return row[key]
+    raise ConfigError(f"row {uid} has none of the fields {', '.join(keys)}; it has {', '.join(row)}")
+
+
+def read_messages(value: Any) -> tuple[Message, ...]:
+    """A prompt as messages: plain text is what the user says; a list has a role and content in each item."""
+    if isinstance(value, str):
+        return (Message("user", value),)
+    return tuple(Message(turn["role"], turn["content"]) for turn in value)

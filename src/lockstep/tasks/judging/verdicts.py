@@ -1,0 +1,64 @@
+"""Verdicts: the sum of named, weighted parts, each with its reason; and what a failed reward becomes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from numbers import Real
+
+from lockstep.types import Sample, Verdict
+
+_LONGEST_REASON = 300
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One thing a reward looks at: Part("correct", 0.0, "41 is not 42")."""
+
+    name: str
+    score: float
+    reason: str
+    weight: float = 1.0
+
+
+def combine(*parts: Part) -> Verdict:
+    """The weighted sum of the parts. `Verdict.parts` holds the weighted scores, so they add up to the value."""
+    weighted = {part.name: part.weight * part.score for part in parts}
+    assert len(weighted) == len(parts), f"two parts of one name: {[part.name for part in parts]}"
+    return Verdict(
+        value=sum(weighted.values()), parts=weighted, reasons=tuple(f"{part.name}: {part.reason}" for part in parts)
+    )
+
+
+def failed(why: str) -> Verdict:
+    """No verdict could be reached. That is not a zero: the answer does not train."""
+    line = " ".join(why.split())
+    return Verdict(value=None, reasons=(f"failed: {line[:_LONGEST_REASON]}",))
+
+
+def judged(reward: Callable[[Sample, str], object], sample: Sample, answer: str) -> Verdict:
+    """What `reward` says; failed if it raises or says something that is no reward. A plain number is one."""
+    try:
+        return _checked(reward(sample, answer))
+    except Exception as error:
+        return failed(f"the reward raised {type(error).__name__}: {error}")
+
+
+def _checked(result: object) -> Verdict:
+    verdict = result if isinstance(result, Verdict) else Verdict(value=_number("reward", result))
+    if verdict.failed:
+        return verdict
+    return Verdict(
+        value=_number("value", verdict.value),
+        parts={str(name): _number(f"part {name}", part) for name, part in verdict.parts.items()},
+        reasons=tuple(map(str, verdict.reasons)),
+    )
+
+
+def _number(what: str, value: object) -> float:
+    if not isinstance(value, Real):
+        raise TypeError(f"the {what} is {value!r}, which is neither a number nor a Verdict")
+    if not math.isfinite(value):
+        raise ValueError(f"the {what} is {float(value)}")
+    return float(value)

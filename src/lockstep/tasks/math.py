@@ -1,0 +1,114 @@
+"""Problems with a final answer in mathematics, judged by math-verify: 1/2, 0.5 and \\frac{1}{2} are the same answer.
+
+Rows may have the layout of GSM8K (`question`, and `answer` ending in `#### 42`), of MATH (`problem`, and `solution`
+with the answer in \\boxed{}), or of verl's files (`prompt` messages, and `reward_model.ground_truth`).
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from math_verify import parse, verify
+
+from lockstep.config import ConfigError
+from lockstep.tasks._dataset import DatasetTask, read_messages
+from lockstep.tasks.judging import Part, combine
+from lockstep.types import Sample, Verdict
+
+logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns of having no time limit, which the judge has
+
+_BOX = "\\boxed{"
+_CALCULATION = re.compile(r"<<.*?>>")  # GSM8K's calculator notes inside worked answers
+
+
+@dataclass(frozen=True, kw_only=True)
+class Math(DatasetTask):
+    instruction: str = "Let's think step by step and put the final answer within \\boxed{}."
+    """Added to every question, except where the rows are whole prompts already."""
+    boxed_only: bool = False
+    """Only an answer in \\boxed{} counts; otherwise math-verify looks for one in the text when there is no box."""
+    format_weight: float = 0.0
+    """Reward added for an answer in \\boxed{}, right or wrong."""
+
+    def sample(self, uid: str, row: Mapping[str, Any]) -> Sample:
+        question, answer, solution = _read_row(uid, row)
+        if isinstance(question, str):
+            question = f"{question} {self.instruction}".strip()
+        return Sample(uid=uid, messages=read_messages(question), answer=answer, solution=solution)
+
+    def reward(self, sample: Sample, answer: str) -> Verdict:
+        box = last_boxed(answer)
+        correct = self._judge_final(sample.answer, box, answer)
+        if not self.format_weight:
+            return combine(correct)
+        reason = "no \\boxed{}" if box is None else "an answer in \\boxed{}"
+        return combine(correct, Part("format", float(box is not None), reason, self.format_weight))
+
+    def _judge_final(self, expected: str, box: str | None, answer: str) -> Part:
+        if box is None and self.boxed_only:
+            return Part("correct", 0.0, "no \\boxed{} with a final answer")
+        equal, read = equivalent(expected, answer if box is None else f"${box}$")
+        final = box if box is not None else read
+        return Part("correct", float(equal), f"{final[:80] or 'nothing'} is {'' if equal else 'not '}{expected}")
+
+
+def _read_row(uid: str, row: Mapping[str, Any]) -> tuple[Any, str, str | None]:
+    """Question, final answer and worked solution."""
+    if "reward_model" in row:
+        return row["prompt"], str(row["reward_model"]["ground_truth"]), None
+    if "problem" in row:
+        return row["problem"], _final_of_math(uid, row), row["solution"]
+    if "question" in row and "####" in row.get("answer", ""):
+        work, _, final = row["answer"].rpartition("####")
+        final = final.strip().replace(",", "")
+        return row["question"], final, f"{_CALCULATION.sub('', work).strip()}\nThe answer is \\boxed{{{final}}}."
+    raise ConfigError(
+        f"row {uid} has none of the known layouts (question + answer with ####, problem + solution, "
+        f"prompt + reward_model); it has {', '.join(row)}"
+    )
+
+
+def _final_of_math(uid: str, row: Mapping[str, Any]) -> str:
+    final = row.get("answer") or last_boxed(row["solution"])
+    if final is None:
+        raise ConfigError(f"row {uid}: the solution has no \\boxed{{}} and there is no answer")
+    return str(final)
+
+
+def last_boxed(text: str) -> str | None:
+    """What is inside the last complete \\boxed{…}, or None."""
+    start = text.rfind(_BOX)
+    while start >= 0:
+        inside = _up_to_closing_brace(text[start + len(_BOX) :])
+        if inside is not None:
+            return inside
+        start = text.rfind(_BOX, 0, start)
+    return None
+
+
+def _up_to_closing_brace(text: str) -> str | None:
+    depth = 1
+    for place, char in enumerate(text):
+        depth += (char == "{") - (char == "}")
+        if depth == 0:
+            return text[:place]
+    return None
+
+
+def equivalent(expected: str, answer: str) -> tuple[bool, str]:
+    """Whether math-verify finds the two equal, and the final answer it read in `answer`.
+
+    Has no time limit of its own, because math-verify's needs the main thread: call it where it can be killed.
+    ValueError if the expected answer itself cannot be read.
+    """
+    if answer == f"${expected}$":
+        return True, expected
+    gold = parse(f"${expected}$", parsing_timeout=0)
+    if not gold:
+        raise ValueError(f"the expected answer {expected!r} cannot be read")
+    read = parse(answer, parsing_timeout=0)
+    return verify(gold, read, timeout_seconds=0), str(read[-1]) if read else ""
