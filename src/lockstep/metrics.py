@@ -18,6 +18,7 @@ METRICS = (
     Metric("eval/avg_at_k", "mean correctness of k sampled answers per problem"),
     Metric("eval/pass_at_k", "share of problems with at least one correct answer among k"),
     Metric("eval/length", "mean sampled tokens of greedy answers"),
+    Metric("eval/failed", "held-out answers whose reward failed; they count nowhere", "0"),
     Metric("eval/truncated", "share of greedy answers cut off by the token limit", "near 0"),
     Metric("control/accuracy", "the same eval after supervised learning alone for the same time"),
     Metric("reward/mean", "mean reward of the judged answers of a step", "rises"),

@@ -28,18 +28,20 @@ class KVCache:
         self, config: PreTrainedConfig, *, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         text = config.get_text_config()
-        heads, size = kv_shape(text)
+        heads, key_size, value_size = kv_shape(text)
         self.page_size = page_size
         self.num_pages = num_pages
-        shape = (text.num_hidden_layers, num_pages, page_size, heads, size)
-        self.keys = torch.zeros(shape, dtype=dtype, device=device)
-        self.values = torch.zeros(shape, dtype=dtype, device=device)
+        shape = (text.num_hidden_layers, num_pages, page_size, heads)
+        self.keys = torch.zeros(*shape, key_size, dtype=dtype, device=device)
+        self.values = torch.zeros(*shape, value_size, dtype=dtype, device=device)
 
 
-def kv_shape(text: Any) -> tuple[int, int]:
-    """(key/value heads, head size) of a text config."""
+def kv_shape(text: Any) -> tuple[int, int, int]:
+    """(heads, key size, value size) of what a text config's layers hand to the attention function."""
+    if getattr(text, "kv_lora_rank", None):  # latent attention, expanded before it is called (DeepSeek)
+        return text.num_attention_heads, text.qk_nope_head_dim + text.qk_rope_head_dim, text.v_head_dim
     size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    return getattr(text, "num_key_value_heads", None) or text.num_attention_heads, size
+    return getattr(text, "num_key_value_heads", None) or text.num_attention_heads, size, size
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +101,7 @@ def paged_attention(
     lockstep.calls.append(layer)
 
     query_ND = query[0].transpose(0, 1)  # [N, H*G, D]
-    out_ND = torch.empty_like(query_ND)
+    out_ND = query_ND.new_empty(*query_ND.shape[:2], values.shape[-1])
     for number, segment in enumerate(lockstep.segments):
         mask = lockstep.mask(number, sliding_window)
         out_ND[segment.rows] = _attend(query_ND[segment.rows], keys, values, segment, mask, scaling)
@@ -118,12 +120,12 @@ def _attend(query: Tensor, keys: Tensor, values: Tensor, segment: Segment, mask:
 
 
 # What models pass along that changes nothing in the arithmetic of a causal decoder.
-HARMLESS = {"position_ids", "position_embeddings", "use_cache", "is_causal", "output_attentions", "cache_position"}
+HARMLESS = {"position_ids", "use_cache", "is_causal", "cache_position", "output_router_logits"}
 
 
 def refuse_extra(extra: dict[str, Any]) -> None:
     """Sinks, soft-capping and the like would be silently dropped; an argument we do not know is refused by name."""
-    unknown = sorted(name for name, value in extra.items() if name not in HARMLESS and value is not None)
+    unknown = sorted(name for name, value in extra.items() if name not in HARMLESS and value is not None and value is not False)
     if unknown:
         raise ValueError(f"the model passes attention arguments Lockstep does not implement: {', '.join(unknown)}")
 

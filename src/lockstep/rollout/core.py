@@ -53,8 +53,8 @@ class EngineCore:
     def _num_pages(self, config: RolloutConfig, pages_per_seq: int, dtype: torch.dtype) -> int:
         """As many pages as every row could ever fill, or as the memory allows."""
         text = self.module.config.get_text_config()
-        heads, size = kv_shape(text)
-        page_bytes = 2 * text.num_hidden_layers * PAGE_SIZE * heads * size * dtype.itemsize
+        heads, key_size, value_size = kv_shape(text)
+        page_bytes = text.num_hidden_layers * PAGE_SIZE * heads * (key_size + value_size) * dtype.itemsize
         affordable = int(config.kv_gib * 2**30 // page_bytes)
         if affordable < pages_per_seq:
             need = pages_per_seq * page_bytes / 2**30

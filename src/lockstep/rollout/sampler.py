@@ -75,7 +75,7 @@ def sample(logits_BV: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor]:
 
 
 def truncate(logits_BV: Tensor, batch: SamplingBatch) -> Tensor:
-    """−inf outside the kept set: the top_k largest, of them the fewest with mass top_p, and none below min_p·largest."""
+    """−inf outside the kept set: the top_k largest, of them the fewest with mass top_p, none below min_p·largest."""
     ordered, order = logits_BV.sort(-1, descending=True, stable=True)
     probs = ordered.softmax(-1)
     rank = torch.arange(logits_BV.shape[-1], device=logits_BV.device)

@@ -18,9 +18,7 @@ class Sequence:
     versions: list[int] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)
     num_computed: int = 0
-    node: int | None = (
-        None  # prefix-cache node of the last cached page; None: never shared (mixed weights)
-    )
+    node: int | None = None  # prefix-cache node of the last cached page; None: never shared (mixed weights)
     num_cached_pages: int = 0  # leading pages that are in the prefix cache
     row: int = -1  # row of the block table while running
     seating: int = -1  # number of this stay in a row: a sequence that was preempted comes back with another

@@ -1,0 +1,97 @@
+"""From a prompt to a judged group on the bus."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+
+from transformers import PreTrainedTokenizerBase
+
+from lockstep.data.chat import Conversation, render_prompt, response_text
+from lockstep.protocols import Bus, Engine
+from lockstep.types import (
+    Completion,
+    Group,
+    GroupReceipt,
+    Request,
+    Sample,
+    SamplingParams,
+    StopReason,
+    Trajectory,
+    Verdict,
+)
+
+Judge = Callable[[Sample, str], Awaitable[Verdict]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answerer:
+    """Samples answers to one problem and has them judged, each as soon as it is finished."""
+
+    engine: Engine
+    judge: Judge
+    tokenizer: PreTrainedTokenizerBase
+    params: SamplingParams
+    seed: int
+
+    async def answers(self, name: str, sample: Sample, num_answers: int) -> list[Trajectory]:
+        """consumes: one sample · waits for: the engine, then the judge · cancelling it aborts the requests"""
+        prompt = tuple(render_prompt(self.tokenizer, sample.messages))
+        requests = [self._request(f"{name}/{n}", prompt) for n in range(num_answers)]
+        judging: dict[str, asyncio.Task[Trajectory]] = {}
+        try:
+            async for completion in self.engine.generate(requests):
+                if completion.stop_reason is not StopReason.ABORTED:
+                    judging[completion.uid] = asyncio.create_task(self._judged(sample, prompt, completion))
+            return [await judging[r.uid] for r in requests if r.uid in judging]
+        finally:
+            for task in judging.values():
+                task.cancel()
+
+    def _request(self, uid: str, prompt: tuple[int, ...]) -> Request:
+        """A seed of its own for every answer of every prompt, the same in every run with this seed."""
+        digest = blake2b(f"{self.seed}/{uid}".encode(), digest_size=8).digest()
+        return Request(uid=uid, tokens=prompt, params=replace(self.params, seed=int.from_bytes(digest, "little") >> 1))
+
+    async def _judged(self, sample: Sample, prompt: Sequence[int], completion: Completion) -> Trajectory:
+        text = response_text(self.tokenizer, completion.tokens)
+        verdict = await self.judge(sample, text)
+        conversation = Conversation()
+        conversation.observe(prompt)
+        conversation.sampled(completion)
+        return conversation.trajectory(
+            uid=completion.uid, text=text, verdict=verdict, temperature=self.params.temperature
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupRollout:
+    """Implements protocols.Rollout."""
+
+    answerer: Answerer
+    bus: Bus
+    group_size: int
+
+    async def run(self, index: int, sample: Sample, version: int) -> GroupReceipt:
+        answers = await self.answerer.answers(str(index), sample, self.group_size)
+        await self.bus.put(Group(index=index, sample=sample, version=version, trajectories=tuple(answers)))
+        return receipt(index, answers)
+
+
+def receipt(index: int, answers: Sequence[Trajectory]) -> GroupReceipt:
+    parts: dict[str, list[float]] = defaultdict(list)
+    judged = [a.verdict for a in answers if not a.verdict.failed]
+    for verdict in judged:
+        for name, value in verdict.parts.items():
+            parts[name].append(value)
+    return GroupReceipt(
+        index=index,
+        rewards=tuple(v.value for v in judged if v.value is not None),
+        num_failed=len(answers) - len(judged),
+        num_truncated=sum(a.truncated for a in answers),
+        num_tokens=sum(a.num_sampled for a in answers),
+        parts={name: tuple(values) for name, values in parts.items()},
+    )
