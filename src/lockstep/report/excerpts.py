@@ -1,0 +1,51 @@
+"""The answers a page shows: the first, the last, the best, the worst, those that failed or were cut off."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lockstep.report.jsonl import Row
+from lockstep.report.run_folder import RunFolder
+
+_MAX_PROMPT, _MAX_TEXT, _MAX_SHORT = 1_500, 3_000, 300  # characters
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    place: int  # line in samples.jsonl
+    reward: float | None
+    truncated: bool
+
+
+def excerpts(folder: RunFolder, each: int = 24) -> list[Row]:
+    """Up to `each` answers of every kind, long texts shortened. Two passes, as a long log need not fit in memory."""
+    index = [_entry(place, row) for place, row in enumerate(folder.read_samples())]
+    wanted = _choose(index, each)
+    return [_shorten(row) for place, row in enumerate(folder.read_samples()) if place in wanted]
+
+
+def _entry(place: int, row: Row) -> _Entry:
+    return _Entry(place, row["reward"], row["stop_reason"] == "length")
+
+
+def _choose(index: list[_Entry], each: int) -> set[int]:
+    judged = sorted((e for e in index if e.reward is not None), key=lambda e: (e.reward, e.place))
+    failed = [e for e in index if e.reward is None]
+    cut = [e for e in index if e.truncated]
+    kinds = (index[:each], index[-each:], judged[:each], judged[-each:], failed[-each:], cut[-each:])
+    return {entry.place for kind in kinds for entry in kind}
+
+
+def _shorten(row: Row) -> Row:
+    prompt = [{**message, "content": _cut(message["content"], _MAX_PROMPT)} for message in row["prompt"]]
+    reasons = [_cut(reason, _MAX_SHORT) for reason in row["reasons"][:8]]
+    expected = _cut(row["expected"], _MAX_SHORT)
+    return {**row, "prompt": prompt, "text": _cut(row["text"], _MAX_TEXT), "expected": expected, "reasons": reasons}
+
+
+def _cut(text: str, limit: int) -> str:
+    """Both ends of a long text: the end is where the answer is."""
+    if len(text) <= limit:
+        return text
+    head, tail = text[: limit * 2 // 3], text[-limit // 3 :]
+    return f"{head}\n[… {len(text) - len(head) - len(tail):,} characters …]\n{tail}"

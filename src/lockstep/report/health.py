@@ -1,0 +1,55 @@
+"""What a run's numbers say about its health. Only rules that hold for every run raise a flag."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from lockstep.metrics import METRICS, Metric, describe
+from lockstep.report.history import History, Series
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """One logged metric; `flag` says what is wrong with it, or is empty."""
+
+    name: str
+    series: Series
+    metric: Metric | None  # None: a name of the user's own
+    flag: str
+
+
+def readings(run: History) -> list[Reading]:
+    """Every logged metric in the order of `metrics.py`, names of the user's own last."""
+    found = [Reading(name, s, describe(name), flag(name, s, run.config)) for name, s in run.series.items()]
+    return sorted(found, key=lambda reading: METRICS.index(reading.metric) if reading.metric else len(METRICS))
+
+
+def flag(name: str, series: Series, config: Mapping[str, Any]) -> str:
+    metric = describe(name)
+    if not math.isfinite(series.last):
+        return f"is {series.last}"
+    if metric and metric.healthy == "0" and (bad := int((series.values > 0).sum())):
+        return f"above 0 in {bad} of {len(series)} steps"
+    if metric and metric.healthy == "<= max_staleness":
+        return _stale(series, _find(config, "max_staleness"))
+    if name == "mismatch/k3" and series.last >= 1e-3:
+        return "at 1e-3 or more: expected only of a low-bit sampler"
+    return ""
+
+
+def _stale(series: Series, bound: object) -> str:
+    largest = float(np.nanmax(series.values))
+    return f"reached {largest:g}, max_staleness is {bound}" if isinstance(bound, int) and largest > bound else ""
+
+
+def _find(config: Mapping[str, Any], key: str) -> object:
+    """The value of a key, whichever table of the config it is in."""
+    if key in config:
+        return config[key]
+    tables = (table for table in config.values() if isinstance(table, Mapping))
+    return next((value for table in tables if (value := _find(table, key)) is not None), None)

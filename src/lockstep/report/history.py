@@ -1,0 +1,111 @@
+"""What a run logged, as series over steps. Reads a finished run and one that is still being written alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from fnmatch import fnmatch
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lockstep.report.jsonl import Row
+from lockstep.report.run_folder import RunFolder
+
+_CLOCK = frozenset({"step", "time", "wall"})
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """One metric: a value per step at which it was logged, in order of steps. Values may be NaN or infinite."""
+
+    steps: NDArray[np.float64]
+    values: NDArray[np.float64]
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    @property
+    def first(self) -> float:
+        return float(self.values[0])
+
+    @property
+    def last(self) -> float:
+        return float(self.values[-1])
+
+    @property
+    def total(self) -> float:
+        """Sum of the finite values."""
+        return float(self.values[np.isfinite(self.values)].sum())
+
+    def thin(self, limit: int) -> Series:
+        """At most `limit` points that look the same: of every stretch its lowest and its highest, so spikes stay."""
+        if len(self) <= limit:
+            return self
+        stretches = np.array_split(np.arange(len(self)), limit // 2)
+        keep = {int(i) for part in stretches for i in _extremes(self.values, part)}
+        index = np.array(sorted(keep))
+        return Series(self.steps[index], self.values[index])
+
+
+def _extremes(values: NDArray[np.float64], part: NDArray[np.int64]) -> tuple[int, int]:
+    finite = part[np.isfinite(values[part])]
+    if not len(finite):
+        return part[0], part[0]
+    return finite[values[finite].argmin()], finite[values[finite].argmax()]
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    name: str
+    series: dict[str, Series]
+    seconds: float  # wall time the run was at work, without the gaps between a stop and its resume
+    config: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, Any] = field(default_factory=dict)
+    events: list[Row] = field(default_factory=list)
+
+    @classmethod
+    def read(cls, folder: RunFolder) -> History:
+        rows = list(folder.read_metrics())
+        return cls(
+            name=folder.name,
+            series=collect(rows),
+            seconds=max((row["time"] for row in rows), default=0.0),
+            config=folder.read_config(),
+            environment=folder.read_environment(),
+            events=list(folder.read_events()),
+        )
+
+    def match(self, pattern: str) -> dict[str, Series]:
+        """The logged metrics of a family such as `time/*`."""
+        return {name: series for name, series in self.series.items() if fnmatch(name, pattern)}
+
+    @property
+    def num_steps(self) -> int:
+        """The last step of training; the warm-up counts its own."""
+        return max((int(s.steps[-1]) for name, s in self.series.items() if not name.startswith("warmup/")), default=0)
+
+    @property
+    def sampled_tokens(self) -> float | None:
+        """Tokens per busy second times busy seconds, where both were logged."""
+        speed, busy = self.series.get("perf/rollout_tokens_per_s"), self.series.get("time/rollout")
+        if speed is None or busy is None:
+            return None
+        _, left, right = np.intersect1d(speed.steps, busy.steps, return_indices=True)
+        tokens = speed.values[left] * busy.values[right]
+        return float(tokens[np.isfinite(tokens)].sum())
+
+
+def collect(rows: Iterable[Row]) -> dict[str, Series]:
+    """Rows to series. A step logged twice counts as logged last."""
+    found: dict[str, dict[int, float]] = {}
+    for row in rows:
+        for name in row.keys() - _CLOCK:
+            found.setdefault(name, {})[row["step"]] = float(row[name])
+    return {name: _series(found[name]) for name in sorted(found)}
+
+
+def _series(points: dict[int, float]) -> Series:
+    steps = sorted(points)
+    return Series(np.array(steps, dtype=np.float64), np.array([points[s] for s in steps], dtype=np.float64))

@@ -1,0 +1,84 @@
+"""PNG plots of a run, for papers, slides and pull requests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, NullFormatter, PercentFormatter
+
+from lockstep.report.charts import Panel, panels
+from lockstep.report.history import History
+from lockstep.report.run_folder import RunFolder
+
+COLORS = ("#2563eb", "#e07b00", "#0a9271", "#9333ea", "#dc2f55", "#0891b2", "#7c6f64", "#b59a00")
+
+
+def write_plots(folder: RunFolder) -> list[Path]:
+    """Draws every chart that has data into `plots/`; returns the files."""
+    folder.plots.mkdir(exist_ok=True)
+    found = panels([History.read(folder)])
+    paths = [folder.plots / f"{panel.chart.key}.png" for panel in found]
+    for panel, path in zip(found, paths, strict=True):
+        draw(panel, path)
+    return paths
+
+
+def draw(panel: Panel, path: Path) -> None:
+    figure = Figure(figsize=(6.4, 3.6), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    (_draw_stack if panel.chart.stacked else _draw_lines)(axes, panel)
+    _dress(axes, panel)
+    figure.savefig(path)
+
+
+def _draw_lines(axes: Axes, panel: Panel) -> None:
+    for line in panel.lines:
+        y = np.where(line.y > 0, line.y, np.nan) if panel.y_log else line.y
+        axes.plot(
+            line.x,
+            np.where(np.isfinite(y), y, np.nan),
+            label=line.label,
+            color=COLORS[line.color % len(COLORS)],
+            linestyle="--" if line.dashed else "-",
+            marker="o" if len(line.x) <= 40 and not line.dashed else None,
+            markersize=3,
+            linewidth=1.6,
+            alpha=line.alpha,
+        )
+
+
+def _draw_stack(axes: Axes, panel: Panel) -> None:
+    x = panel.lines[0].x
+    colors = [COLORS[line.color % len(COLORS)] for line in panel.lines]
+    bottom = np.zeros(len(x))
+    widths = np.diff(x, append=x[-1] + 1) if len(x) > 1 else 0.8
+    for line, color in zip(panel.lines, colors, strict=True):
+        axes.bar(x, line.y, width=widths, bottom=bottom, label=line.label, color=color)
+        bottom += line.y
+
+
+def _dress(axes: Axes, panel: Panel) -> None:
+    axes.set_title(panel.chart.title, loc="left", fontsize=11, fontweight="bold")
+    axes.set_xlabel(panel.x_label)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", alpha=0.25)
+    if panel.x_log:
+        _label_taus(axes, panel)
+    if panel.y_log:
+        axes.set_yscale("log")
+    if panel.chart.format == "percent":
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+    if len(panel.lines) > 1:
+        axes.legend(frameon=False, fontsize=8)
+
+
+def _label_taus(axes: Axes, panel: Panel) -> None:
+    axes.set_xscale("log")
+    axes.set_xticks(panel.lines[0].x)
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda tau, _: f"{tau:g}"))
+    axes.xaxis.set_minor_formatter(NullFormatter())

@@ -1,0 +1,270 @@
+"""The sections of a report page as HTML. Every text of the run goes through `escape`."""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from lockstep.report.charts import Panel
+from lockstep.report.health import Reading, readings
+from lockstep.report.history import History, Series
+
+_SHOWN_EVENTS = 200
+
+
+def escape(value: object) -> str:
+    return html.escape(str(value))
+
+
+def number(value: float | None, digits: int = 4) -> str:
+    if value is None:
+        return "–"
+    if not math.isfinite(value):
+        return str(value)
+    if abs(value) >= 1e3:
+        return f"{value:,.0f}"
+    return f"{value:.{digits}g}"
+
+
+def percent(value: float) -> str:
+    return f"{100 * value:.1f}%" if math.isfinite(value) else str(value)
+
+
+def duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes:02d} min"
+    return f"{minutes} min {rest:02d} s" if minutes else f"{seconds:.1f} s"
+
+
+def count(value: float) -> str:
+    for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= size:
+            return f"{value / size:.3g}{unit}"
+    return f"{value:.0f}"
+
+
+def header(run: History) -> str:
+    env = run.environment
+    facts = [env.get("created"), env.get("device"), env.get("lockstep") and f"Lockstep {env['lockstep']}"]
+    shown = "".join(f"<span>{escape(fact)}</span>" for fact in facts if fact)
+    flags = [reading for reading in readings(run) if reading.flag]
+    verdict = _verdict(flags) if run.series else ""
+    return (
+        f'<header><p class="eyebrow">Lockstep run</p><h1>{escape(run.name)}</h1>'
+        f'<p class="facts">{shown}</p>{verdict}</header>'
+    )
+
+
+def _verdict(flags: list[Reading]) -> str:
+    if not flags:
+        return '<a class="verdict good" href="#health">✓ no health rule broken</a>'
+    names = escape(", ".join(reading.name for reading in flags[:3]))
+    more = f" and {len(flags) - 3} more" if len(flags) > 3 else ""
+    return f'<a class="verdict bad" href="#health">⚠ look at {names}{more}</a>'
+
+
+def tiles(run: History) -> str:
+    if not run.series:
+        return '<p class="card empty" style="margin-top:22px">Nothing has been logged yet.</p>'
+    return f'<section class="tiles">{_hero(run)}{"".join(_tile(*tile) for tile in _facts(run))}</section>'
+
+
+def _hero(run: History) -> str:
+    accuracy, reward = run.series.get("eval/accuracy"), run.series.get("reward/mean")
+    series, label, show = (
+        (accuracy, "Held-out accuracy, before → after", percent)
+        if accuracy
+        else (reward, "Reward, first → last", number)
+    )
+    if series is None:
+        return ""
+    before = f'<span class="from">{show(series.first)}</span><span class="arrow">→</span>' if len(series) > 1 else ""
+    best = f"best {show(float(np.nanmax(series.values)))}" if np.isfinite(series.values).any() else ""
+    control = run.series.get("control/accuracy") if accuracy else None
+    note = f"supervised control {percent(control.last)} · {best}" if control else best
+    return (
+        f'<div class="card tile hero"><div class="label">{label}</div>'
+        f'<div class="value">{before}{show(series.last)}</div><div class="note">{note}</div></div>'
+    )
+
+
+def _facts(run: History) -> Iterator[tuple[str, str, str]]:
+    yield "Steps", f"{run.num_steps:,}", ""
+    yield "Wall time", duration(run.seconds), ""
+    if (tokens := run.sampled_tokens) is not None:
+        yield "Tokens sampled", count(tokens), ""
+    if speed := run.series.get("perf/rollout_tokens_per_s"):
+        yield "Rollout tokens/s", number(float(np.nanmedian(speed.values)), 3), "median over steps"
+    if k3 := run.series.get("mismatch/k3"):
+        yield "Mismatch k3", number(k3.last, 2), "KL, sampler to learner, last step"
+    if f2 := run.series.get("mismatch/f2"):
+        yield "Mismatch F(2)", f"{100 * f2.last:.2g}%", "tokens off by more than 2×"
+
+
+def _tile(label: str, value: str, note: str) -> str:
+    return (
+        f'<div class="card tile"><div class="label">{escape(label)}</div>'
+        f'<div class="value">{escape(value)}</div><div class="note">{escape(note)}</div></div>'
+    )
+
+
+def charts(panels: Sequence[Panel]) -> str:
+    if not panels:
+        return ""
+    figures = "".join(f'<figure class="card" data-panel="{i}"></figure>' for i in range(len(panels)))
+    smooth = '<label>Smoothing <input id="smooth" type="range" min="0" max="0.95" step="0.05" value="0"></label>'
+    return (
+        f'<h2>Charts</h2><div class="tools">{smooth}</div><div class="charts">{figures}</div>'
+        "<noscript>The charts and samples need JavaScript; plots/ holds the charts as images.</noscript>"
+    )
+
+
+def time_split(runs: Sequence[History]) -> str:
+    """Sums of time/* over the run. Phases that overlap are each counted, so they may exceed the wall time."""
+    bars = [_bar(run, titled=len(runs) > 1) for run in runs]
+    return f"<h2>Where the time went</h2>{''.join(bars)}" if any(bars) else ""
+
+
+def _bar(run: History, titled: bool) -> str:
+    parts = {name.removeprefix("time/"): s.total for name, s in run.match("time/*").items() if name != "time/total"}
+    parts = {name: seconds for name, seconds in sorted(parts.items(), key=lambda part: -part[1]) if seconds > 0}
+    whole = sum(parts.values())
+    if not whole:
+        return ""
+    colors = [f"var(--c{i % 8})" for i in range(len(parts))]
+    segments = "".join(
+        f'<i style="flex:{seconds / whole:.5f};background:{color}" title="{escape(name)}"></i>'
+        for color, (name, seconds) in zip(colors, parts.items(), strict=True)
+    )
+    legend = "".join(
+        f'<span><span class="dot" style="background:{color}"></span>{escape(name)} '
+        f"<b>{duration(seconds)}</b> {100 * seconds / whole:.0f}%</span>"
+        for color, (name, seconds) in zip(colors, parts.items(), strict=True)
+    )
+    title = f"<h3>{escape(run.name)}</h3>" if titled else ""
+    return f'<div class="card split">{title}<div class="bar">{segments}</div><div class="legend">{legend}</div></div>'
+
+
+def samples() -> str:
+    return '<h2>Answers <small>what the model said, and what it got for it</small></h2><div id="samples"></div>'
+
+
+def health(run: History) -> str:
+    if not run.series:
+        return ""
+    rows = "".join(map(_health_row, readings(run)))
+    head = "<tr><th>metric</th><th></th><th>first</th><th>last</th><th>meaning</th><th>healthy</th></tr>"
+    return f'<h2 id="health">Health</h2><div class="card scroll"><table>{head}{rows}</table></div>'
+
+
+def _health_row(reading: Reading) -> str:
+    meaning = reading.metric.meaning if reading.metric else "not one of Lockstep's own metrics"
+    healthy = reading.metric.healthy if reading.metric else ""
+    state = f'<span class="flag">⚠ {escape(reading.flag)}</span>' if reading.flag else escape(healthy)
+    return (
+        f'<tr><td class="mono">{escape(reading.name)}</td><td class="spark">{sparkline(reading.series)}</td>'
+        f'<td class="num">{number(reading.series.first)}</td><td class="num">{number(reading.series.last)}</td>'
+        f'<td class="meaning">{escape(meaning)}</td><td class="healthy">{state}</td></tr>'
+    )
+
+
+def sparkline(series: Series) -> str:
+    thin = series.thin(60)
+    finite = np.isfinite(thin.values)
+    if finite.sum() < 2:
+        return ""
+    x, y = thin.steps[finite], thin.values[finite]
+    across = 96 * (x - x[0]) / (x[-1] - x[0])
+    span = y.max() - y.min()
+    down = 20 - 18 * (y - y.min()) / span if span else np.full(len(y), 11.0)
+    points = "L".join(f"{a:.1f},{d:.1f}" for a, d in zip(across, down, strict=True))
+    return f'<svg viewBox="0 0 96 22" aria-hidden="true"><path d="M{points}"/></svg>'
+
+
+def events(run: History) -> str:
+    if not run.events:
+        return ""
+    shown = run.events[-_SHOWN_EVENTS:]
+    rows = "".join(
+        f'<tr><td class="num">{escape(e["step"])}</td><td class="num">{duration(e["time"])}</td>'
+        f'<td class="mono">{escape(e["kind"])}</td><td class="val">{escape(e["text"])}</td></tr>'
+        for e in shown
+    )
+    note = f"<small>the last {len(shown)} of {len(run.events)}</small>" if len(shown) < len(run.events) else ""
+    head = "<tr><th>step</th><th>time</th><th>kind</th><th>what happened</th></tr>"
+    return f'<h2>Events {note}</h2><div class="card scroll"><table>{head}{rows}</table></div>'
+
+
+def settings(run: History) -> str:
+    boxes = [("Config", run.config), ("Environment", run.environment)]
+    shown = "".join(
+        f'<details class="card"><summary>{title}</summary><div class="scroll">{_key_values(table)}</div></details>'
+        for title, table in boxes
+        if table
+    )
+    return f"<h2>Settings</h2>{shown}" if shown else ""
+
+
+def _key_values(table: Mapping[str, Any]) -> str:
+    rows = "".join(
+        f'<tr><td class="key mono">{escape(key)}</td><td class="val mono">{escape(value)}</td></tr>'
+        for key, value in flatten(table).items()
+    )
+    return f"<table>{rows}</table>"
+
+
+def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """`{"a": {"b": 1}}` as `{"a.b": 1}`, the way an override names it."""
+    flat: dict[str, Any] = {}
+    for key, value in table.items():
+        inner = flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) and value else {f"{prefix}{key}": value}
+        flat.update(inner)
+    return flat
+
+
+def comparison(runs: Sequence[History]) -> str:
+    names = (
+        "eval/accuracy",
+        "control/accuracy",
+        "reward/mean",
+        "mismatch/k3",
+        "mismatch/f2",
+        "perf/rollout_tokens_per_s",
+    )
+    logged = [name for name in names if any(name in run.series for run in runs)]
+    head = "".join(f"<th>{escape(name)}</th>" for name in ("run", "steps", "wall time", *logged))
+    rows = "".join(f"<tr>{_comparison_row(run, logged, i)}</tr>" for i, run in enumerate(runs))
+    return (
+        f'<header><p class="eyebrow">Lockstep</p><h1>{len(runs)} runs compared</h1></header>'
+        f'<h2>Last values</h2><div class="card scroll"><table><tr>{head}</tr>{rows}</table></div>'
+    )
+
+
+def _comparison_row(run: History, names: Sequence[str], index: int) -> str:
+    dot = f'<span class="dot" style="background:var(--c{index % 8})"></span>'
+    values = [number(run.series[name].last) if name in run.series else "–" for name in names]
+    cells = "".join(f'<td class="num" style="text-align:left">{value}</td>' for value in values)
+    return f"<td>{dot}{escape(run.name)}</td><td>{run.num_steps:,}</td><td>{duration(run.seconds)}</td>{cells}"
+
+
+def differences(runs: Sequence[History]) -> str:
+    flats = [flatten(run.config) for run in runs]
+    keys = [
+        key for key in dict.fromkeys(k for flat in flats for k in flat) if len({str(f.get(key)) for f in flats}) > 1
+    ]
+    if not keys:
+        return ""
+    head = "".join(f"<th>{escape(run.name)}</th>" for run in runs)
+    rows = "".join(
+        f'<tr><td class="key mono">{escape(key)}</td>'
+        + "".join(f'<td class="val mono">{escape(flat.get(key, "–"))}</td>' for flat in flats)
+        + "</tr>"
+        for key in keys
+    )
+    return f'<h2>Settings that differ</h2><div class="card scroll"><table><tr><th></th>{head}</tr>{rows}</table></div>'
