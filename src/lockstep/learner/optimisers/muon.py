@@ -9,7 +9,7 @@ A weight that stores several projections in one matrix (a fused gate_up) is orth
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ from lockstep.learner.optimisers._grouping import Named, decay_groups, is_hidden
 # The odd polynomial a·x + b·x³ + c·x⁵ with the steepest slope at 0 that keeps singular values near 1 (Jordan, 2024).
 QUINTIC = (3.4445, -4.7750, 2.0315)
 MATCH_ADAMW_RMS = 0.2
+BATCH_ELEMENTS = 2**24  # orthogonalised at once; an H200 steps a 0.6B model in 52 ms, one by one in 140
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,16 +58,21 @@ class MuonAdamW(torch.optim.Optimizer):
             rule(parameters, group)
 
     def _step_muon(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
-        for parameter in parameters:
-            state, grad = self.state[parameter], _gradient(parameter)
-            if not state:
-                state["momentum"] = torch.zeros_like(parameter)
-            # Orthogonalised momentum does not shrink as it fades: an expert without a token would move on for ever.
-            used = torch.linalg.vector_norm(grad, ord=math.inf, dim=(-2, -1), keepdim=True) > 0
-            state["momentum"].lerp_(grad, (1 - group["momentum"]) * used)
-            nesterov = grad.lerp(state["momentum"], group["momentum"])
-            parameter.mul_(1 - group["lr"] * group["weight_decay"] * used)
-            parameter.sub_(group["lr"] * used * muon_direction(nesterov, group["iterations"]))
+        for batch in _same_shape_batches(parameters):
+            used = [_is_used(_gradient(p)) for p in batch]
+            momenta = [self._nesterov(p, u, group["momentum"]) for p, u in zip(batch, used, strict=True)]
+            directions = muon_directions(momenta, group["iterations"])
+            for parameter, u, direction in zip(batch, used, directions, strict=True):
+                parameter.mul_(1 - group["lr"] * group["weight_decay"] * u)
+                parameter.sub_(group["lr"] * u * direction)
+
+    def _nesterov(self, parameter: Tensor, used: Tensor, beta: float) -> Tensor:
+        """Moves the momentum, where used, and returns it as it would be after the same gradient once more."""
+        state, grad = self.state[parameter], _gradient(parameter)
+        if not state:
+            state["momentum"] = torch.zeros_like(parameter)
+        state["momentum"].lerp_(grad, (1 - beta) * used)
+        return grad.lerp(state["momentum"], beta)
 
     def _step_adamw(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
         for parameter in parameters:
@@ -100,27 +106,60 @@ def _gradient(parameter: Tensor) -> Tensor:
     return parameter.grad
 
 
-def muon_direction(momentum: Tensor, iterations: int) -> Tensor:
-    """The orthogonalised, scaled direction of matrices [..., rows, cols], sharded as they were.
+def _is_used(grad: Tensor) -> Tensor:
+    """[..., 1, 1]: False for a matrix without any gradient, such as an expert that saw no token.
 
-    A shard has other singular vectors than its matrix, so each rank gathers the whole matrix and keeps its own part;
-    shards of whole experts need no gathering.
+    It must stay where it is: orthogonalised momentum does not shrink as it fades, so it would drift on for ever.
     """
-    scale = MATCH_ADAMW_RMS * math.sqrt(max(momentum.shape[-2:]))
+    return torch.linalg.vector_norm(grad, ord=math.inf, dim=(-2, -1), keepdim=True) > 0
+
+
+def _same_shape_batches(parameters: list[Tensor]) -> Iterator[list[Tensor]]:
+    """Matrices to iterate on together: a kernel per matrix would leave an accelerator idle between launches."""
+    by_shape: dict[torch.Size, list[Tensor]] = {}
+    for parameter in parameters:
+        by_shape.setdefault(parameter.shape, []).append(parameter)
+    for same in by_shape.values():
+        size = max(1, BATCH_ELEMENTS // same[0].numel())
+        yield from (same[i : i + size] for i in range(0, len(same), size))
+
+
+def muon_directions(momenta: Sequence[Tensor], iterations: int) -> list[Tensor]:
+    """The orthogonalised, scaled directions of equally shaped momenta [..., rows, cols], sharded as they were."""
+    rows, cols = momenta[0].shape[-2:]
+    whole = [_gather(momentum) for momentum in momenta]
+    flat = [matrix.reshape(-1, rows, cols) for matrix in whole]
+    stacked = orthogonalise(torch.cat(flat) if len(flat) > 1 else flat[0], iterations)
+    scaled = (stacked * (MATCH_ADAMW_RMS * math.sqrt(max(rows, cols)))).split([len(part) for part in flat])
+    return [_scatter(part.reshape(w.shape), m) for part, w, m in zip(scaled, whole, momenta, strict=True)]
+
+
+def _holds_whole_matrices(momentum: DTensor) -> bool:
+    return momentum.ndim == 3 and all(p == Shard(0) or p.is_replicate() for p in momentum.placements)
+
+
+def _gather(momentum: Tensor) -> Tensor:
+    """All of a sharded matrix, for a shard has other singular vectors; of experts sharded as wholes only our own."""
     if not isinstance(momentum, DTensor):
-        return scale * orthogonalise(momentum, iterations)
+        return momentum
+    return momentum.to_local() if _holds_whole_matrices(momentum) else momentum.full_tensor()
+
+
+def _scatter(direction: Tensor, momentum: Tensor) -> Tensor:
+    """Undoes `_gather`: every rank has computed the same matrix and keeps its own part, without communication."""
+    if not isinstance(momentum, DTensor):
+        return direction
     mesh, placements = momentum.device_mesh, momentum.placements
-    if momentum.ndim == 3 and all(p == Shard(0) or p.is_replicate() for p in placements):
-        local = scale * orthogonalise(momentum.to_local(), iterations)
-        return DTensor.from_local(local, mesh, placements, shape=momentum.shape, stride=momentum.stride())
-    whole = scale * orthogonalise(momentum.full_tensor(), iterations)
-    return distribute_tensor(whole, mesh, placements, src_data_rank=None)
+    if _holds_whole_matrices(momentum):
+        return DTensor.from_local(direction, mesh, placements, shape=momentum.shape, stride=momentum.stride())
+    return distribute_tensor(direction, mesh, placements, src_data_rank=None)
 
 
 def orthogonalise(matrices: Tensor, iterations: int = 5) -> Tensor:
-    """Approximately U·Vᵀ of each matrix U·S·Vᵀ in [..., rows, cols]: Newton–Schulz, singular values within 0.7 to 1.2.
+    """Approximately U·Vᵀ of each matrix U·S·Vᵀ in [n, rows, cols], by Newton–Schulz iteration.
 
-    Zero stays zero. bfloat16 on an accelerator, where it is accurate enough; float32 on a CPU, where it is faster.
+    Five iterations take singular values above 0.2% of the Frobenius norm to between 0.68 and 1.21; zero stays zero.
+    bfloat16 on an accelerator, where it is accurate enough; float32 on a CPU, where it is faster.
     """
     a, b, c = QUINTIC
     x = matrices if matrices.device.type == "cpu" else matrices.bfloat16()
@@ -129,5 +168,6 @@ def orthogonalise(matrices: Tensor, iterations: int = 5) -> Tensor:
     x = x / torch.linalg.matrix_norm(x, keepdim=True).clamp(min=1e-30)
     for _ in range(iterations):
         gram = x @ x.mT
-        x = a * x + (b * gram + c * gram @ gram) @ x
+        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.baddbmm(x, polynomial, x, beta=a)
     return (x.mT if tall else x).to(matrices.dtype)
