@@ -220,7 +220,8 @@ def _train_sharded(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
     for name in ("muon", "adamw"):
-        module = fully_shard(tiny(), shard_placement_fn=_placement)
+        module = tiny()
+        fully_shard(module, shard_placement_fn=_placement)
         result = _train(module, name, rank, num_ranks=2)
         if rank == 0:
             torch.save(result, f"{folder}/{name}.pt")
