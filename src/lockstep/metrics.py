@@ -27,6 +27,7 @@ METRICS = (
     Metric("reward/failed", "answers whose reward raised, timed out or was NaN; none of them trains", "0"),
     Metric("rollout/length", "mean sampled tokens per answer"),
     Metric("rollout/truncated", "share of answers cut off by the token limit", "near 0"),
+    Metric("rollout/too_long", "prompts skipped because they leave no room for an answer in the context", "0"),
     Metric("rollout/no_signal", "groups whose rewards were all equal"),
     Metric("rollout/replaced", "groups without signal that dynamic sampling replaced"),
     Metric("rollout/lag_mean", "mean weight-version lag of the tokens learned from", "<= max_staleness"),

@@ -136,6 +136,7 @@ class GroupReceipt:
     num_truncated: int
     num_tokens: int
     parts: Mapping[str, tuple[float, ...]] = field(default_factory=dict)  # {"correct": (1.0, 0.0)}
+    too_long: bool = False  # the prompt leaves no room for an answer: nothing was sampled
 
     @property
     def has_signal(self) -> bool:

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, TypeAdapter, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, TypeAdapter, ValidationError, model_serializer
 
 from lockstep.config.base import ConfigError
 
@@ -78,6 +78,11 @@ class Plugin(BaseModel):
         """An instance; `extra` are arguments the owner supplies rather than the recipe."""
         return load_class(self.package, self.name)(**self.options, **extra)
 
+    @model_serializer
+    def _as_written(self) -> str | dict[str, Any]:
+        """As a recipe would say it."""
+        return {"name": self.name, **self.options} if self.options else self.name
+
     @property
     def cls(self) -> type:
         return load_class(self.package, self.name)
@@ -86,9 +91,9 @@ class Plugin(BaseModel):
 def plugin(package: str) -> BeforeValidator:
     """Validator for a field of type Plugin that picks from `package`."""
 
-    def parse(value: object) -> Plugin:
-        if isinstance(value, Plugin):
-            return value
+    def parse(value: object) -> Plugin | None:
+        if value is None or isinstance(value, Plugin):
+            return value  # None: only where the field allows it
         table = {"name": value} if isinstance(value, str) else value
         if not isinstance(table, Mapping) or not isinstance(table.get("name"), str):
             raise ConfigError(f"expected a name or a table with `name`; choices: {', '.join(choices(package))}")

@@ -23,8 +23,7 @@ class Progress:
     next_index: int  # first prompt index never admitted
     unfinished: list[int]  # admitted and not trained: generated again
     best: float | None = None  # best eval/accuracy so far
-    seconds: float = 0.0  # time the run has taken
-    warmup_seconds: float = 0.0
+    train_seconds: float = 0.0  # spent in the loop, over all resumes
 
 
 @dataclass(slots=True)

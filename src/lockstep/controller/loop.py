@@ -41,6 +41,7 @@ class Tally:
     tokens: int = 0
     no_signal: int = 0
     replaced: int = 0
+    too_long: int = 0
     parts: dict[str, list[float]] = field(default_factory=dict)
 
     def add(self, receipt: GroupReceipt) -> None:
@@ -49,6 +50,7 @@ class Tally:
         self.truncated += receipt.num_truncated
         self.answers += len(receipt.rewards) + receipt.num_failed
         self.tokens += receipt.num_tokens
+        self.too_long += receipt.too_long
         self.no_signal += not receipt.has_signal
         for part, values in receipt.parts.items():
             self.parts.setdefault(part, []).extend(values)
@@ -58,6 +60,7 @@ class Tally:
             "reward/failed": self.failed,
             "rollout/no_signal": self.no_signal,
             "rollout/replaced": self.replaced,
+            "rollout/too_long": self.too_long,
             **{f"reward/part/{name}": sum(values) / len(values) for name, values in self.parts.items()},
         }
         if self.rewards:
@@ -95,7 +98,7 @@ class Controller:
         self._tally = Tally()
         self._rollouts: set[asyncio.Task[None]] = set()
         self._failure: BaseException | None = None
-        self._started = time.monotonic() - progress.seconds
+        self._started = time.monotonic() - progress.train_seconds
         self._saved_step = progress.step if progress.step else -1
 
     async def run(self) -> Progress:
@@ -184,7 +187,7 @@ class Controller:
             version=result.version,
             next_index=self._next_index,
             unfinished=sorted([*self._again, *self.gate.unfinished]),
-            seconds=time.monotonic() - self._started,
+            train_seconds=time.monotonic() - self._started,
         )
 
     async def _after_step(self) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from pydantic import model_validator
 from safetensors import SafetensorError
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from lockstep.config import Config, ConfigError
@@ -36,6 +37,12 @@ class ModelConfig(Config):
 class Loaded:
     module: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
+    shell: PreTrainedModel  # the module as it was loaded, without its weights: what a checkpoint is saved through
+
+    @classmethod
+    def of(cls, module: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Loaded:
+        memo: dict[int, Any] = {id(p): nn.Parameter(p.to("meta"), requires_grad=False) for p in module.parameters()}
+        return cls(module, tokenizer, copy.deepcopy(module, memo))
 
     @property
     def context(self) -> int:
@@ -44,8 +51,8 @@ class Loaded:
 
 def load(config: ModelConfig, *, dtype: torch.dtype, device: torch.device, seed: int) -> Loaded:
     if config.init is not None:
-        return Loaded(tiny_model(config.init, seed).to(device=device, dtype=dtype), byte_tokenizer())
-    return Loaded(_load_module(config.path, dtype).to(device), _load_tokenizer(config.path))
+        return Loaded.of(tiny_model(config.init, seed).to(device=device, dtype=dtype), byte_tokenizer())
+    return Loaded.of(_load_module(config.path, dtype).to(device), _load_tokenizer(config.path))
 
 
 def _load_module(path: str, dtype: torch.dtype) -> PreTrainedModel:
@@ -85,16 +92,13 @@ def _load_tokenizer(path: str) -> PreTrainedTokenizerBase:
         raise ConfigError(f"cannot load the tokenizer at {path!r}: {_first_line(error)}") from None
 
 
-def save(
-    folder: Path, module: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, weights: Mapping[str, Tensor]
-) -> None:
-    """Writes weights, config, generation config and tokenizer so that plain transformers loads them.
+def save(folder: Path, loaded: Loaded, weights: Mapping[str, Tensor]) -> None:
+    """Writes weights (by Hugging Face name), config, generation config and tokenizer, for plain transformers to load.
 
-    `weights` are the tensors to save, by Hugging Face name; they may live elsewhere than in `module` (sharded,
-    another precision), which gives only its class and config.
+    The learner has changed its own module (attention, head, config), so it is saved through the shell.
     """
-    module.save_pretrained(folder, state_dict=dict(weights))
-    tokenizer.save_pretrained(folder)
+    loaded.shell.save_pretrained(folder, state_dict=dict(weights))
+    loaded.tokenizer.save_pretrained(folder)
 
 
 def _first_line(error: BaseException) -> str:

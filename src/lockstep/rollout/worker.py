@@ -51,6 +51,9 @@ class Answerer:
             for task in judging.values():
                 task.cancel()
 
+    def prompt_length(self, sample: Sample) -> int:
+        return len(render_prompt(self.tokenizer, sample.messages))
+
     def _request(self, uid: str, prompt: tuple[int, ...]) -> Request:
         """A seed of its own for every answer of every prompt, the same in every run with this seed."""
         digest = blake2b(f"{self.seed}/{uid}".encode(), digest_size=8).digest()
@@ -74,11 +77,14 @@ class GroupRollout:
     answerer: Answerer
     bus: Bus
     group_size: int
+    context: int
 
     async def run(self, index: int, sample: Sample, version: int) -> GroupReceipt:
-        answers = await self.answerer.answers(str(index), sample, self.group_size)
+        """A prompt that leaves no room for an answer gives an empty group: counted, never trained."""
+        too_long = self.answerer.prompt_length(sample) >= self.context
+        answers = [] if too_long else await self.answerer.answers(str(index), sample, self.group_size)
         await self.bus.put(Group(index=index, sample=sample, version=version, trajectories=tuple(answers)))
-        return receipt(index, answers)
+        return replace(receipt(index, answers), too_long=too_long)
 
 
 def receipt(index: int, answers: Sequence[Trajectory]) -> GroupReceipt:

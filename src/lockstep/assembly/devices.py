@@ -1,0 +1,15 @@
+"""Which device a run uses."""
+
+from __future__ import annotations
+
+import torch
+
+from lockstep.config import ConfigError
+
+
+def choose_device(wanted: str) -> torch.device:
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise ConfigError('device = "cuda", but PyTorch sees no CUDA device; choices here: auto, cpu')
+    if wanted == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())

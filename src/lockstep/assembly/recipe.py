@@ -1,0 +1,51 @@
+"""The whole recipe: every part's config in one model, and the rules that hold between parts."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from lockstep.algorithms.config import AlgorithmConfig
+from lockstep.assembly.warmup import WarmupConfig
+from lockstep.config import Config, Plugin, plugin
+from lockstep.controller.config import CheckpointConfig, TrainConfig
+from lockstep.learner.config import LearnerConfig
+from lockstep.models.loading import ModelConfig
+from lockstep.report.recorder import RecorderConfig
+from lockstep.rollout.config import RolloutConfig
+from lockstep.rollout.evaluate import EvalConfig
+from lockstep.tasks.judging import JudgeConfig
+
+
+class Recipe(Config):
+    """A run, completely."""
+
+    name: str = Field("run", pattern=r"^[\w.-]+$")
+    """folder of the run, under runs/"""
+    seed: int = Field(0, ge=0)
+    """decides initial weights, order of prompts and every sampled token"""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto takes a GPU if there is one"""
+    model: ModelConfig
+    task: Annotated[Plugin, plugin("lockstep.tasks")]
+    """dataset and reward: a name from lockstep.tasks, or file.py:Class for one of your own"""
+    warmup: WarmupConfig | None = None
+    algorithm: AlgorithmConfig
+    train: TrainConfig
+    rollout: RolloutConfig = RolloutConfig()
+    learner: LearnerConfig = LearnerConfig()
+    eval: EvalConfig = EvalConfig()
+    judge: JudgeConfig = JudgeConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    record: RecorderConfig = RecorderConfig()
+
+    @model_validator(mode="after")
+    def _samples_what_it_learns(self) -> Recipe:
+        """Log-probs of a truncated distribution are not the model's: the correction would correct the wrong thing."""
+        if self.train.steps and self.rollout.params().truncates:
+            raise ValueError(
+                "training needs the model's own distribution: set rollout.temperature > 0 and leave "
+                "top_k, top_p and min_p off (the kept set is not replayed in the learner)"
+            )
+        return self

@@ -1,0 +1,161 @@
+"""From a recipe to the roles of one process: the model loaded and checked once, seen by engine and learner alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from lockstep.assembly.devices import choose_device
+from lockstep.assembly.recipe import Recipe
+from lockstep.bus import memory as bus_memory
+from lockstep.config import ConfigError
+from lockstep.data.chat import end_tokens
+from lockstep.data.order import PromptOrder
+from lockstep.learner.local import LocalLearner
+from lockstep.learner.ranks import Ranks
+from lockstep.learner.step import LearnerCore
+from lockstep.models import loading, paged, varlen
+from lockstep.models.head import install_head
+from lockstep.models.loading import Loaded, ModelConfig
+from lockstep.models.selfcheck import self_check
+from lockstep.models.twins import twin, use_attention
+from lockstep.protocols import Bus, Engine, Recorder, Task
+from lockstep.rollout.core import EngineCore
+from lockstep.rollout.engines.embedded import Embedded
+from lockstep.rollout.evaluate import Evaluator
+from lockstep.rollout.worker import Answerer, GroupRollout
+from lockstep.tasks.judging import Judge
+from lockstep.types import Group, Sample
+from lockstep.weights import memory as weights_memory
+
+
+def load_model(recipe: Recipe, checkpoint: Path | None = None) -> Loaded:
+    """The recipe's model, or the one in a checkpoint of its run; checked against plain transformers either way."""
+    device = choose_device(recipe.device)
+    config = recipe.model if checkpoint is None else ModelConfig(path=str(checkpoint))
+    loaded = loading.load(config, dtype=recipe.learner.torch_dtype(device), device=device, seed=recipe.seed)
+    self_check(loaded.module)
+    return loaded
+
+
+class Sampling:
+    """What samples and judges: enough to evaluate or generate; training adds a learner."""
+
+    def __init__(self, recipe: Recipe, loaded: Loaded, *, share: bool = True) -> None:
+        """`share`: the engine reads the loaded module's own memory; otherwise it gets buffers of its own."""
+        self.recipe = recipe
+        self.loaded = loaded
+        self.store = weights_memory.Memory(snapshot=not share)
+        ends = end_tokens(loaded.tokenizer, loaded.module.generation_config.eos_token_id)  # type: ignore[union-attr]
+        core = EngineCore(twin(loaded.module, paged.NAME, share=share), loaded.tokenizer, ends, recipe.rollout)
+        self.engine: Engine = Embedded(core, store=None if share else self.store, update=recipe.rollout.update)
+
+    @cached_property
+    def task(self) -> Task:
+        return self.recipe.task.build()
+
+    @cached_property
+    def judge(self) -> Judge:
+        config = self.recipe.judge
+        return Judge(self.recipe.task.build, time_limit=config.time_limit, workers=config.workers)
+
+    @cached_property
+    def answerer(self) -> Answerer:
+        return Answerer(
+            engine=self.engine,
+            judge=self.judge,
+            tokenizer=self.loaded.tokenizer,
+            params=self.recipe.rollout.params(),
+            seed=self.recipe.seed,
+        )
+
+    def evaluator(self, warn: Callable[[str], None]) -> Evaluator | None:
+        """None if the recipe turns evaluation off. Prompts that do not fit are left out, with a warning."""
+        config = self.recipe.eval
+        if not config.samples:
+            return None
+        chosen = list(self.task.samples("eval")[: config.samples])
+        fitting = [s for s in chosen if self.answerer.prompt_length(s) < self.loaded.context]
+        if not fitting:
+            raise ConfigError(f"none of the {len(chosen)} held-out prompts fits the context of {self.loaded.context}")
+        if len(fitting) < len(chosen):
+            warn(f"{len(chosen) - len(fitting)} of {len(chosen)} held-out prompts do not fit the context; left out")
+        return Evaluator(answerer=self.answerer, samples=fitting, config=config)
+
+    async def close(self) -> None:
+        await self.engine.close()
+        if "judge" in vars(self):
+            await self.judge.close()
+
+
+class Training(Sampling):
+    """All roles of a training run on this process."""
+
+    def __init__(self, recipe: Recipe, loaded: Loaded, recorder: Recorder, *, version: int = 0) -> None:
+        ranks = Ranks.current(loaded.module.device)
+        super().__init__(recipe, loaded, share=recipe.train.max_staleness == 0 and ranks.world == 1)
+        self.bus = RecordedBus(bus_memory.Memory(), recorder)
+        self.core = learner_core(recipe, loaded, ranks)
+        self.learner = LocalLearner(
+            self.core, self.bus, self.store, save_weights=self._save_weights, version=version, snapshot=False
+        )
+        self.rollout = GroupRollout(
+            answerer=self.answerer, bus=self.bus, group_size=recipe.train.group_size, context=loaded.context
+        )
+
+    @cached_property
+    def prompts(self) -> Callable[[int], Sample]:
+        """Sample at a place of the run's order."""
+        samples = self.task.samples("train")
+        if not samples:
+            raise ConfigError(f"task {self.recipe.task.name!r} has no training samples")
+        order = PromptOrder(len(samples), self.recipe.seed)
+        probe = [samples[order[i]] for i in range(min(len(samples), 32))]
+        if all(self.answerer.prompt_length(s) >= self.loaded.context for s in probe):
+            raise ConfigError(f"none of {len(probe)} prompts fits the model's context of {self.loaded.context} tokens")
+        return lambda index: samples[order[index]]
+
+    def _save_weights(self, folder: str, weights: Mapping[str, Tensor]) -> None:
+        loading.save(Path(folder), self.loaded, weights)
+
+    async def close(self) -> None:
+        await self.learner.close()
+        await super().close()
+
+
+def learner_core(recipe: Recipe, loaded: Loaded, ranks: Ranks) -> LearnerCore:
+    """The learner's view: the loaded module itself, with packed attention and a log-prob head."""
+    use_attention(loaded.module, varlen.NAME)
+    install_head(loaded.module, with_value=recipe.algorithm.needs_values)
+    num_updates = recipe.train.steps * recipe.learner.num_updates
+    return LearnerCore(loaded.module, recipe.algorithm, recipe.learner, num_updates=num_updates, ranks=ranks)
+
+
+@dataclass(slots=True)
+class RecordedBus:
+    """A bus that keeps samples of what is learned from. `step` is moved on by whoever logs steps."""
+
+    inner: Bus
+    recorder: Recorder
+    step: int = 0
+
+    async def put(self, group: Group) -> None:
+        await self.inner.put(group)
+
+    async def get(self, index: int) -> Group:
+        group = await self.inner.get(index)
+        self.recorder.samples(self.step, group)
+        return group
+
+    async def drop(self, index: int) -> None:
+        await self.inner.drop(index)
+
+
+def set_seed(seed: int) -> None:
+    """Nothing in a run draws from torch's global generator; this makes a plug-in that does so repeatable too."""
+    torch.manual_seed(seed)

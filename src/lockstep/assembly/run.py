@@ -1,0 +1,171 @@
+"""A run from beginning to end: warm-up, RL, control, report. What `lockstep train` calls, and what a script may call.
+
+progress = train(load(Recipe, Path("my.toml")), Path("runs/mine"))
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import signal
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from lockstep.assembly.recipe import Recipe
+from lockstep.assembly.roles import Training, load_model, set_seed
+from lockstep.assembly.warmup import Supervised
+from lockstep.controller.checkpoints import Checkpoints, Progress
+from lockstep.controller.loop import Controller, Roles
+from lockstep.data.supervised import Demonstrations
+from lockstep.report.environment import environment
+from lockstep.report.live import LiveView
+from lockstep.report.page import write_report
+from lockstep.report.recorder import Recorders, RunRecorder
+from lockstep.report.run_folder import RunFolder
+
+
+class Interrupted(Exception):  # noqa: N818 - not an error
+    """The run was stopped by a signal; everything is saved."""
+
+
+def train(recipe: Recipe, root: Path, *, resume: bool = False, plain: bool = False) -> Progress:
+    """Trains in `root`, a new run folder or, with `resume`, an old one. Interrupted if a signal ended it early."""
+    folder = RunFolder.open(root) if resume else RunFolder.create(root)
+    checkpoints = Checkpoints(root / "checkpoints", recipe.checkpoint.keep)
+    found = checkpoints.latest() if resume else None
+    if resume:
+        folder.rewind(found[1].step if found else -1)
+    folder.write_config(recipe.model_dump(mode="json"))
+    with RunRecorder(folder, recipe.record) as recorder, LiveView(recipe.name, plain=plain) as view:
+        run = _Run(recipe, folder, checkpoints, recorder, view)
+        progress = asyncio.run(run.main(found))
+    write_report(folder)
+    if progress.step < recipe.train.steps:
+        raise Interrupted(f"stopped after step {progress.step} of {recipe.train.steps}")
+    return progress
+
+
+class _Run:
+    def __init__(
+        self, recipe: Recipe, folder: RunFolder, checkpoints: Checkpoints, recorder: RunRecorder, view: LiveView
+    ) -> None:
+        self.recipe = recipe
+        self.folder = folder
+        self.checkpoints = checkpoints
+        self.recorder = Recorders([recorder, view])
+        self.view = view
+        self.warmup_folder = folder.root / "warmup"
+
+    async def main(self, found: tuple[Path, Progress] | None) -> Progress:
+        """consumes: the last checkpoint, if any · waits for: the loop · unblocked by: its last step, or a signal"""
+        set_seed(self.recipe.seed)
+        self.view.phase("loading", 0)
+        checkpoint, progress = found or (None, Progress(step=0, version=0, next_index=0, unfinished=[]))
+        loaded = load_model(self.recipe, checkpoint)
+        self.folder.write_environment(environment(loaded.module.device))
+        roles = Training(self.recipe, loaded, self.recorder, version=progress.version)
+        try:
+            if checkpoint is not None:
+                await roles.learner.load(checkpoint)
+                self.recorder.event(progress.step, "resumed", f"resumed from {checkpoint.name}")
+            elif self.recipe.warmup:
+                await self._warm_up(roles)
+            progress = await self._learn(roles, progress)
+        finally:
+            await roles.close()
+        if self.recipe.warmup and self.recipe.warmup.control and progress.step == self.recipe.train.steps:
+            await self._control(progress)
+        return progress
+
+    async def _warm_up(self, roles: Training) -> None:
+        assert self.recipe.warmup is not None
+        self.view.phase("warm-up", self.recipe.warmup.steps)
+        await self._supervised(roles).run(self.recipe.warmup.steps, self.recorder)
+        if self.recipe.warmup.control:
+            await self._keep_for_control(roles)
+        await roles.learner.forget()
+
+    async def _keep_for_control(self, roles: Training) -> None:
+        """Where the control will go on from: weights and optimiser as the warm-up left them."""
+        shutil.rmtree(self.warmup_folder, ignore_errors=True)  # of a run that was killed before its first checkpoint
+        self.warmup_folder.mkdir()
+        await roles.learner.save(self.warmup_folder)
+
+    def _supervised(self, roles: Training) -> Supervised:
+        assert self.recipe.warmup is not None
+        demonstrations = Demonstrations(
+            samples=roles.task.demonstrations(),
+            tokenizer=roles.loaded.tokenizer,
+            batch_size=self.recipe.warmup.batch_size,
+            seed=self.recipe.seed,
+            max_tokens=roles.loaded.context,
+        )
+        return Supervised(roles.learner, demonstrations, self.recipe.warmup)
+
+    async def _learn(self, roles: Training, progress: Progress) -> Progress:
+        evaluator = roles.evaluator(lambda text: self.recorder.event(progress.step, "skipped", text))
+        await roles.learner.publish(progress.version)
+        await roles.engine.update_weights(progress.version)
+        controller = Controller(
+            Roles(
+                engine=roles.engine,
+                rollout=roles.rollout,
+                learner=roles.learner,
+                bus=roles.bus,
+                recorder=self.recorder,
+                sample=roles.prompts,
+                evaluate=evaluator.run if evaluator else None,
+                checkpoints=self.checkpoints,
+            ),
+            self.recipe.train,
+            self.recipe.checkpoint,
+            progress=progress,
+            eval_every=self.recipe.eval.every,
+            dynamic_sampling=self.recipe.algorithm.replaces_groups,
+        )
+        self.view.phase("RL", self.recipe.train.steps, done=progress.step)
+        with _stop_on_signals(controller):
+            return await controller.run()
+
+    async def _control(self, progress: Progress) -> None:
+        """Supervised learning alone, from the end of the warm-up, for as long as RL took. Its weights are not kept."""
+        assert self.recipe.warmup is not None
+        roles = Training(self.recipe, load_model(self.recipe, self.warmup_folder), self.recorder)
+        try:
+            await roles.learner.load(self.warmup_folder)
+            supervised = self._supervised(roles)
+            supervised.skip(self.recipe.warmup.steps)
+            self.view.phase("control: supervised learning alone", 0)
+            await supervised.run_for(progress.train_seconds)
+            self.recorder.log(progress.step, await self._evaluate_control(roles))
+        finally:
+            await roles.close()
+
+    async def _evaluate_control(self, roles: Training) -> Mapping[str, float]:
+        evaluator = roles.evaluator(lambda text: None)
+        assert evaluator is not None, "the control needs an evaluation"
+        await roles.learner.publish(1)
+        await roles.engine.update_weights(1)
+        metrics = await evaluator.run()
+        return {"control/accuracy": metrics["eval/accuracy"]}
+
+
+@contextmanager
+def _stop_on_signals(controller: Controller) -> Iterator[None]:
+    """The first SIGINT or SIGTERM ends the run after the update under way and saves; the second ends it at once."""
+    loop = asyncio.get_running_loop()
+    numbers = (signal.SIGINT, signal.SIGTERM)
+
+    def stop() -> None:
+        controller.stop()
+        for number in numbers:
+            loop.remove_signal_handler(number)
+
+    for number in numbers:
+        loop.add_signal_handler(number, stop)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            loop.remove_signal_handler(number)
