@@ -87,15 +87,6 @@ def tally_clipping(tally: Tally, ratio: Tensor, gradient: Tensor, live: Tensor) 
     )
 
 
-@torch.no_grad()
-def tally_values(tally: Tally, batch: Batch) -> None:
-    """How well the value head predicted the returns before the step."""
-    if batch.values is None or batch.returns is None:
-        return
-    G, error = batch.returns[batch.mask].double(), (batch.returns - batch.values)[batch.mask].double()
-    tally.add({"G": G.sum(), "G2": (G * G).sum(), "error": error.sum(), "error2": (error * error).sum()})
-
-
 def metrics(tally: Tally) -> dict[str, float]:
     """The tally under the names users see; empty if nothing was tallied."""
     s, m = tally.read()
@@ -108,16 +99,13 @@ def metrics(tally: Tally) -> dict[str, float]:
     named |= {"mismatch/ess": s["w"] ** 2 / s["w2"] / n, "policy/entropy": s["entropy"] / n}
     named |= {"rollout/lag_mean": s["lag"] / n, "rollout/lag_max": m["lag_max"]}
     live = max(s.get("clip_tokens", 0.0), 1.0)
-    named |= {f"policy/{key}": s.get(key, 0.0) / live for key in ("clip_low", "clip_high")}
-    return named | _explained(s, n)
+    return named | {f"policy/{key}": s.get(key, 0.0) / live for key in ("clip_low", "clip_high")}
 
 
-def _explained(s: Mapping[str, float], n: float) -> dict[str, float]:
-    if "G" not in s:
-        return {}
-    spread = s["G2"] / n - (s["G"] / n) ** 2
-    unexplained = s["error2"] / n - (s["error"] / n) ** 2
-    return {"value/explained": 1 - unexplained / spread} if spread > 0 else {}
+def explained(returns: Tensor, values: Tensor) -> float:
+    """1 − Var(G − V) / Var(G), the share of the returns' variance that the value head predicted; 0 if there is none."""
+    spread = returns.var(correction=0)
+    return float(1 - (returns - values).var(correction=0) / spread) if spread > 0 else 0.0
 
 
 def _max(x: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -11,9 +11,9 @@ from torch import Tensor
 from lockstep.types import Batch, Trajectory
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Row:
-    """One sequence as learning sees it, every field aligned with the token itself."""
+    """One sequence as learning sees it, every field aligned with the token itself. Equal only to itself."""
 
     tokens: Tensor  # [T] int64
     mask: Tensor  # [T] bool, tokens to learn from; never the first, which nothing predicts
@@ -51,13 +51,7 @@ def example_row(tokens: Tensor, mask: Tensor) -> Row:
     if mask[0]:
         raise ValueError("the first token of an example cannot be learned: nothing predicts it")
     zeros = torch.zeros(len(mask))
-    return Row(
-        tokens=tokens,
-        mask=mask,
-        logp_behav=zeros,
-        advantage=mask.float(),
-        lag=torch.zeros(len(mask), dtype=torch.int32),
-    )
+    return Row(tokens=tokens, mask=mask, logp_behav=zeros, advantage=mask.float(), lag=zeros.int())
 
 
 class Packer:
@@ -121,6 +115,7 @@ def _cat(parts: Sequence[Tensor | None]) -> Tensor | None:
     return torch.cat(present) if present else None
 
 
-def empty_row() -> Row:
-    """Two tokens that nothing is learned from: a rank without work runs it so that all ranks run the same forwards."""
-    return example_row(torch.zeros(2, dtype=torch.long), torch.zeros(2, dtype=torch.bool))
+def blank(row: Row) -> Row:
+    """The first two tokens of a row with nothing to learn: what a rank without work forwards along with the others."""
+    cut = {name: value[:2] for name in row.__slots__ if isinstance(value := getattr(row, name), Tensor)}
+    return replace(row, **cut | {"mask": torch.zeros(2, dtype=torch.bool)})

@@ -19,7 +19,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-VALUE_HEAD = "value"  # its parameters are the learner's own and never part of a published checkpoint
 CHUNK_ELEMENTS = {"cpu": 2**21, "cuda": 2**27}  # logits held at once: cache-sized on a CPU, launch-bound on a GPU
 
 

@@ -21,7 +21,7 @@ class GRPO:
 
     def __call__(self, episodes: Episodes) -> Tensor:
         R = episodes.rewards
-        if (R == R[0]).all():  # R − mean need not be exactly 0 then, and 1e-6 would not hide what is left
+        if R.min() == R.max():  # R − mean need not be exactly 0 then, and 1e-6 would not hide what is left
             return torch.zeros(len(episodes.seq))
         A = (R - R.mean()) / (R.std(correction=1) + self.eps)
         return A.float()[episodes.seq]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -16,7 +15,9 @@ from lockstep.types import Batch
 class NONE:
     """1"""
 
-    cap: ClassVar[float] = math.inf
+    @property
+    def cap(self) -> float:
+        return math.inf
 
     def __call__(self, batch: Batch) -> Tensor:
         return torch.ones_like(batch.logp_prox)

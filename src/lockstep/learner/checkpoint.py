@@ -1,0 +1,59 @@
+"""The learner's state in one file: whole tensors, so that a run may resume on another number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from lockstep.learner.ranks import Ranks
+from lockstep.learner.updates import Updater
+
+FILE = "learner.pt"
+
+
+def save_state(folder: Path, updater: Updater, ranks: Ranks) -> None:
+    """All ranks must call it: shards are gathered; rank 0 writes."""
+    state = map_tensors(updater.state_dict(), _whole)
+    if ranks.rank == 0:
+        torch.save(state, folder / FILE)
+
+
+def load_state(folder: Path, updater: Updater) -> None:
+    """Bit for bit what was saved; ValueError if it is the state of another model."""
+    state = torch.load(folder / FILE, map_location=updater.ranks.device, weights_only=True)
+    masters = dict(updater.masters.named_parameters())
+    state["masters"]["weights"] = {
+        name: _like(tensor, masters[name]) if name in masters else tensor
+        for name, tensor in state["masters"]["weights"].items()
+    }
+    owners = [p for group in updater.optimiser.param_groups for p in group["params"]]
+    state["optimiser"]["state"] = {
+        index: map_tensors(moments, lambda t, owner=owners[index]: _like(t, owner))
+        for index, moments in state["optimiser"]["state"].items()
+    }
+    updater.load_state_dict(state)
+
+
+def map_tensors(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """The same nested dicts and lists with every tensor changed."""
+    if isinstance(tree, Tensor):
+        return change(tree)
+    if isinstance(tree, dict):
+        return {key: map_tensors(value, change) for key, value in tree.items()}
+    return [map_tensors(value, change) for value in tree] if isinstance(tree, list) else tree
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _like(tensor: Tensor, owner: Tensor) -> Tensor:
+    """Sharded as its parameter is; a counter of the optimiser stays whole."""
+    if isinstance(owner, DTensor) and tensor.shape == owner.shape:
+        return distribute_tensor(tensor, owner.device_mesh, owner.placements)
+    return tensor

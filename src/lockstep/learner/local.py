@@ -1,0 +1,82 @@
+"""The learner of one process (or the front of several ranks): the core, off the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from torch import Tensor
+
+from lockstep.learner.ranks import Front
+from lockstep.learner.step import LearnerCore
+from lockstep.protocols import Bus, WeightStore
+from lockstep.types import StepResult
+
+SaveWeights = Callable[[str, Mapping[str, Tensor]], None]
+
+
+class LocalLearner:
+    """Implements `protocols.Learner`. All work runs in one thread of its own, in the order it was asked for."""
+
+    def __init__(
+        self,
+        core: LearnerCore,
+        bus: Bus,
+        store: WeightStore,
+        *,
+        save_weights: SaveWeights,
+        version: int = 0,
+        snapshot: bool = True,
+    ) -> None:
+        """`version` is the one `store` already holds or that a checkpoint ended with.
+
+        `save_weights` writes a Hugging Face checkpoint. Without `snapshot` the live tensors are published, which is
+        only right while sampling and learning take turns.
+        """
+        self._front, self._bus, self._store = Front(core), bus, store
+        self._save_weights, self._snapshot = save_weights, snapshot
+        self.version = version
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="learner")
+
+    async def step(self, step: int, groups: AsyncIterator[int]) -> StepResult:
+        """consumes: groups off the bus · waits for: `groups` to end · unblocked by: rollouts finishing"""
+        await self._run(self._front.call, "begin", self.version)
+        async for index in groups:
+            group = await self._bus.get(index)
+            await self._run(self._front.call, "accumulate", [group])
+        metrics = await self._run(self._front.call, "finish")
+        await self.publish(self.version + 1)
+        return StepResult(version=self.version, metrics=metrics)
+
+    async def publish(self, version: int) -> None:
+        """Puts the weights into the store as `version`."""
+        weights = await self._run(self._front.call, "weights")
+        if self._snapshot:
+            weights = {name: tensor.clone() for name, tensor in weights.items()}
+        self._store.put(version, weights)
+        self.version = version
+
+    async def supervised(self, examples: list[tuple[Tensor, Tensor]], learning_rate: float) -> dict[str, float]:
+        """One update of the supervised warm-up."""
+        return await self._run(self._front.call, "supervised", examples, learning_rate)
+
+    async def forget(self) -> None:
+        """A fresh optimiser, between warm-up and training."""
+        await self._run(self._front.call, "forget")
+
+    async def save(self, folder: str) -> None:
+        await self._run(self._front.call, "save", folder)
+        weights = await self._run(self._front.call, "weights")
+        await self._run(self._save_weights, folder, weights)
+
+    async def load(self, folder: str) -> None:
+        await self._run(self._front.call, "load", folder)
+
+    async def close(self) -> None:
+        await self._run(self._front.stop)
+        self._thread.shutdown()
+
+    async def _run(self, function: Callable[..., Any], *args: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)

@@ -1,0 +1,71 @@
+"""The learner's module made ready to train: nothing random, activations recomputed, sharded over several ranks."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+from lockstep.learner.ranks import Ranks
+from lockstep.models.head import find_head
+
+
+def prepare(module: PreTrainedModel, dtype: torch.dtype, recompute: bool, ranks: Ranks) -> None:
+    """In place. `eval` turns dropout and router jitter off: nothing in the learner may be random."""
+    module.eval()
+    if recompute:
+        for layer in decoder_layers(module):
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+    if ranks.world > 1:
+        shard(module, dtype, ranks)
+    else:
+        nn.Module.to(module, dtype)
+
+
+def shard(module: PreTrainedModel, dtype: torch.dtype, ranks: Ranks) -> None:
+    """FSDP2: float32 shards are the master weights, each layer is gathered in `dtype`, gradients reduce in float32."""
+    module.float()
+    for tensor in module.state_dict().values():
+        dist.broadcast(tensor, src=0)  # all ranks start from the same weights, whatever each has loaded
+    mesh = init_device_mesh(ranks.device.type, (ranks.world,), mesh_dim_names=("fsdp",))
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    for layer in decoder_layers(module):
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(module, mesh=mesh, mp_policy=policy)
+
+
+def decoder_layers(module: PreTrainedModel) -> list[nn.Module]:
+    """The blocks that transformers itself says must stay whole."""
+    names = set(module._no_split_modules or ())
+    layers = [child for child in module.modules() if type(child).__name__ in names]
+    if not layers:
+        raise ValueError(f"{type(module).__name__} names no decoder layers, so it cannot be sharded or checkpointed")
+    return layers
+
+
+def full_weights(module: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Whole tensors by their Hugging Face names, tied weights once, the value head left out. All ranks must call it.
+
+    On one rank these are the module's own tensors, not copies.
+    """
+    head = find_head(module)
+    own = {id(p) for p in head.value.parameters()} if head.value is not None else set()
+    seen: set[int] = set()
+    weights = {}
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        if id(tensor) in seen | own:
+            continue
+        seen.add(id(tensor))
+        weights[name] = _whole(tensor.detach(), dtype)
+    return weights
+
+
+def _whole(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor.full_tensor().to(dtype) if isinstance(tensor, DTensor) else tensor

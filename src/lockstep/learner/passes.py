@@ -1,0 +1,128 @@
+"""The two ways through a step's groups.
+
+`Streamed`: one update, so the gradient of every full round is taken at once, while later groups are still sampled,
+and the forward's own log-probs are the proximal ones. `Replayed`: several updates, a value head or batch-wide
+advantages; a first pass freezes the proximal log-probs, and the updates come when the step is complete.
+
+A round is as many rows as fill a micro-batch on every rank; which rows it holds depends on their order alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from lockstep.algorithms.diagnostics import Tally, explained, tally_mismatch
+from lockstep.algorithms.objective import Objective
+from lockstep.algorithms.pieces import Advantage
+from lockstep.data.packing import Packer, Row
+from lockstep.learner.config import LearnerConfig
+from lockstep.learner.rows import Judged, split, with_advantages
+from lockstep.learner.updates import Applied, Updater
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    applied: list[Applied]
+    explained: float | None = None  # by the value head, where there is one
+
+
+class Pass(Protocol):
+    tally: Tally
+
+    def take(self, group: Judged) -> None: ...
+
+    def finish(self) -> Outcome: ...
+
+
+class Streamed:
+    def __init__(self, updater: Updater, objective: Objective, advantage: Advantage) -> None:
+        self.tally = Tally()
+        self._updater, self._objective, self._advantage = updater, objective, advantage
+        self._packer = Packer(updater.round_tokens)
+
+    def take(self, group: Judged) -> None:
+        for row in with_advantages([group], self._advantage):
+            self._learn(self._packer.add(row) or [])
+
+    def finish(self) -> Outcome:
+        self._learn(self._packer.flush())
+        return Outcome([self._updater.apply()])
+
+    def _learn(self, rows: Sequence[Row]) -> None:
+        for micro in self._updater.shares(rows):
+            batch, scores, part = self._updater.backward(micro, self._objective, self.tally)
+            tally_mismatch(self.tally, batch, part.weight, self._objective.correction.cap, scores.entropy)
+
+
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    """What the learner thought of a row before the first update."""
+
+    logp: Tensor  # [T]
+    values: Tensor | None  # [T]
+
+
+@dataclass
+class Replayed:
+    updater: Updater
+    objective: Objective
+    advantage: Advantage
+    config: LearnerConfig
+    tally: Tally = field(default_factory=Tally)
+
+    def __post_init__(self) -> None:
+        self._packer = Packer(self.updater.round_tokens)
+        self._groups: list[Judged] = []
+        self._place: dict[Row, int] = {}  # of a row in the step: the same on all ranks
+        self._frozen: dict[int, Frozen] = {}  # by place; each rank scores its share
+
+    def take(self, group: Judged) -> None:
+        self._groups.append(group)
+        for row in group.rows:
+            self._place[row] = len(self._place)
+            self._freeze(self._packer.add(row) or [])
+
+    def finish(self) -> Outcome:
+        self._freeze(self._packer.flush())
+        rows = with_advantages(self._scored_groups(), self.advantage)
+        minis = split(rows, self.config.mini_steps)
+        applied = [self._update(mini) for _ in range(self.config.epochs) for mini in minis]
+        return Outcome(applied, _explained(rows) if self.advantage.needs_values else None)
+
+    def _freeze(self, rows: Sequence[Row]) -> None:
+        for micro in self.updater.shares(rows):
+            batch, scores = self.updater.score(micro)
+            weight = self.objective.correction(batch)
+            tally_mismatch(self.tally, batch, weight, self.objective.correction.cap, scores.entropy)
+            lengths = [len(row) for row in micro]
+            values = [None] * len(micro) if scores.value is None else scores.value.cpu().split(lengths)
+            for row, logp, value in zip(micro, scores.logp.cpu().split(lengths), values, strict=True):
+                if row in self._place:  # a blank one is not
+                    self._frozen[self._place[row]] = Frozen(logp, value)
+
+    def _scored_groups(self) -> list[Judged]:
+        frozen = self.updater.ranks.merge(self._frozen)
+        return [replace(g, rows=tuple(_scored(r, frozen[self._place[r]]) for r in g.rows)) for g in self._groups]
+
+    def _update(self, rows: Sequence[Row]) -> Applied:
+        for micro in self.updater.shares(rows):
+            self.updater.backward(micro, self.objective, self.tally)
+        return self.updater.apply()
+
+
+def _scored(row: Row, frozen: Frozen) -> Row:
+    return replace(row, logp_prox=frozen.logp, values=frozen.values)
+
+
+def _explained(rows: Sequence[Row]) -> float | None:
+    pairs = [
+        (row.returns[row.mask], row.values[row.mask])
+        for row in rows
+        if row.returns is not None and row.values is not None
+    ]
+    return explained(*(torch.cat(column) for column in zip(*pairs, strict=True))) if pairs else None

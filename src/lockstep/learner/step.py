@@ -1,0 +1,118 @@
+"""One training step, in three calls so that groups can stream in: `begin`, `accumulate` as they arrive, `finish`."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from lockstep.algorithms.config import AlgorithmConfig
+from lockstep.algorithms.diagnostics import Tally, metrics
+from lockstep.algorithms.supervised import CROSS_ENTROPY
+from lockstep.data.packing import example_row
+from lockstep.learner.checkpoint import load_state, save_state
+from lockstep.learner.config import LearnerConfig
+from lockstep.learner.parallel import full_weights
+from lockstep.learner.passes import Outcome, Pass, Replayed, Streamed
+from lockstep.learner.ranks import Ranks
+from lockstep.learner.rows import admit
+from lockstep.learner.updates import Updater
+from lockstep.types import Group
+
+
+class LearnerCore:
+    """Synchronous and algorithm-blind; every rank has one and all ranks make the same calls."""
+
+    def __init__(
+        self,
+        module: PreTrainedModel,
+        algorithm: AlgorithmConfig,
+        config: LearnerConfig,
+        *,
+        num_updates: int,
+        ranks: Ranks | None = None,
+    ) -> None:
+        """`module` runs `lockstep_varlen` attention and has a `LogProbHead` (with a value if the algorithm needs one).
+
+        `num_updates` are the optimiser updates of the whole run, for the schedule.
+        """
+        self.algorithm, self.config, self.ranks = algorithm, config, ranks or Ranks.current(module.device)
+        self.objective, self.advantage = algorithm.build_objective(), algorithm.build_advantage()
+        self.updater = Updater(module, config, num_updates, self.ranks)
+        self.begin(version=0)
+
+    @property
+    def streams(self) -> bool:
+        """Whether gradients are taken while groups still arrive."""
+        return self.config.num_updates == 1 and self.advantage.scope == "group" and not self.advantage.needs_values
+
+    def begin(self, version: int) -> None:
+        """Starts a step of the learner at `version`; an unfinished one is forgotten."""
+        self.updater.discard()
+        self._version, self._num_tokens, self._busy = version, 0, 0.0
+        self._left_out = Counter[str]()
+        self._pass: Pass = (
+            Streamed(self.updater, self.objective, self.advantage)
+            if self.streams
+            else Replayed(self.updater, self.objective, self.advantage, self.config)
+        )
+
+    def accumulate(self, groups: Sequence[Group]) -> None:
+        """Takes complete groups in the order they are to be learned from."""
+        start = time.perf_counter()
+        for group in groups:
+            judged = admit(group, self._version, self.algorithm.truncated, self._left_out)
+            self._num_tokens += sum(map(len, judged.rows))
+            self._pass.take(judged)
+        self._busy += time.perf_counter() - start
+
+    def finish(self) -> dict[str, float]:
+        """The rest of the gradients and the updates; metrics by their names in `lockstep.metrics`."""
+        start = time.perf_counter()
+        outcome, tally = self._pass.finish(), self._pass.tally
+        tally.combine(self.ranks.sum, self.ranks.max)
+        result = metrics(tally) | _summary(outcome) | {"mismatch/refused": float(self._left_out["refused"])}
+        self._busy += time.perf_counter() - start
+        return result | {"time/learn": self._busy, "perf/train_tokens_per_s": self._num_tokens / self._busy}
+
+    def supervised(self, examples: Sequence[tuple[Tensor, Tensor]], learning_rate: float) -> dict[str, float]:
+        """One update on worked examples (tokens, mask), outside any step and outside the schedule."""
+        self.updater.discard()
+        for micro in self.updater.shares([example_row(tokens, mask) for tokens, mask in examples]):
+            self.updater.backward(micro, CROSS_ENTROPY, Tally())
+        applied = self.updater.apply(learning_rate)
+        return {"warmup/loss": applied.loss, "warmup/learning_rate": learning_rate}
+
+    def forget(self) -> None:
+        """A fresh optimiser: what it learned of the supervised warm-up's gradients does not fit the policy's."""
+        self.updater.build_optimiser()
+
+    def weights(self) -> dict[str, Tensor]:
+        """Whole tensors by their Hugging Face names, tied weights once; on one rank the live ones."""
+        return full_weights(self.updater.module, self.updater.dtype)
+
+    def save(self, folder: str) -> None:
+        """Everything a bit-exact resume needs: master weights, optimiser, counters, loss scale, value head."""
+        save_state(Path(folder), self.updater, self.ranks)
+
+    def load(self, folder: str) -> None:
+        load_state(Path(folder), self.updater)
+
+
+def _summary(outcome: Outcome) -> dict[str, float]:
+    """Means over the updates that were made."""
+    made = [a for a in outcome.applied if not a.skipped]
+    num = max(len(made), 1)
+    summary = {
+        "policy/loss": sum(a.loss for a in made) / num,
+        "policy/grad_norm": sum(a.grad_norm for a in made) / num,
+        "policy/learning_rate": outcome.applied[-1].learning_rate,
+        "policy/skipped": float(len(outcome.applied) - len(made)),
+    }
+    if outcome.explained is None:
+        return summary
+    return summary | {"value/loss": sum(a.value_loss for a in made) / num, "value/explained": outcome.explained}

@@ -1,0 +1,119 @@
+"""One optimiser update from any number of micro-batches: gradients are summed as they come and divided once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from lockstep.algorithms.diagnostics import Tally, tally_clipping
+from lockstep.algorithms.objective import Objective, Part
+from lockstep.algorithms.segments import bounded_exp
+from lockstep.data.packing import Row, collate
+from lockstep.learner.config import LearnerConfig
+from lockstep.learner.optimisers import build_optimiser, set_learning_rate
+from lockstep.learner.parallel import prepare
+from lockstep.learner.precision import MasterWeights
+from lockstep.learner.ranks import Ranks
+from lockstep.learner.scoring import Scores, score
+from lockstep.types import Batch
+
+
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """What one update did."""
+
+    loss: float
+    value_loss: float
+    grad_norm: float
+    learning_rate: float
+    skipped: bool  # nothing to learn from, or a gradient overflowed: weights and optimiser are untouched
+
+
+class Updater:
+    """Owns the module, its master weights and the optimiser; knows no algorithm."""
+
+    def __init__(self, module: PreTrainedModel, config: LearnerConfig, num_updates: int, ranks: Ranks) -> None:
+        """`num_updates` of the whole run shape the schedule."""
+        self.module, self.config, self.num_updates, self.ranks = module, config, num_updates, ranks
+        self.dtype = config.torch_dtype(ranks.device)
+        prepare(module, self.dtype, config.activation_checkpointing, ranks)
+        self.masters = MasterWeights(module, self.dtype)
+        self.build_optimiser()
+        self.update = 0
+        self._sums = torch.zeros(3, dtype=torch.float64, device=ranks.device)  # loss, value loss, count
+
+    def build_optimiser(self) -> None:
+        config, named = self.config, self.masters.named_parameters()
+        self.optimiser = build_optimiser(config.optimiser, named, config.learning_rate, config.weight_decay)
+
+    @property
+    def round_tokens(self) -> int:
+        """Tokens that fill a micro-batch on every rank."""
+        return self.config.micro_tokens * self.ranks.world
+
+    def shares(self, rows: Sequence[Row]) -> list[list[Row]]:
+        """This rank's micro-batches."""
+        return self.ranks.share(rows, self.config.micro_tokens) if rows else []
+
+    @torch.no_grad()
+    def score(self, rows: Sequence[Row]) -> tuple[Batch, Scores]:
+        """The batch with the log-probs of now as its proximal ones."""
+        batch = collate(rows).to(self.ranks.device)
+        scores = score(self.module, batch)
+        return replace(batch, logp_prox=scores.logp), scores
+
+    def backward(self, rows: Sequence[Row], objective: Objective, tally: Tally) -> tuple[Batch, Scores, Part]:
+        """Adds one micro-batch to the gradient. Rows not scored before get this forward's log-probs as proximal ones.
+
+        The objective is differentiated on its own first: where it has no gradient a token was clipped.
+        """
+        batch = collate(rows).to(self.ranks.device)
+        scores = score(self.module, batch)
+        if rows[0].logp_prox is None:
+            batch = replace(batch, logp_prox=scores.logp.detach())
+        outputs = [scores.logp] if scores.value is None or not objective.value_coef else [scores.logp, scores.value]
+        leaves = [x.detach().requires_grad_() for x in outputs]
+        part = objective(leaves[0], leaves[1] if len(leaves) > 1 else None, batch)
+        gradients = torch.autograd.grad(objective.total(part), leaves)
+        torch.autograd.backward(outputs, [self.masters.scale(g) for g in gradients])
+        self._sums += torch.stack([part.loss, part.value_loss, part.count]).detach()
+        live = batch.mask & (part.weight != 0) & (batch.advantage != 0)
+        tally_clipping(tally, bounded_exp(leaves[0].detach() - batch.logp_prox), gradients[0], live)
+        return batch, scores, part
+
+    def apply(self, learning_rate: float | None = None) -> Applied:
+        """Divides by the update's count over all micro-batches and ranks, clips, steps.
+
+        A learning rate given here takes the schedule's place and does not advance it.
+        """
+        loss, value_loss, count = self.ranks.sum(self._sums).tolist()
+        self._sums.zero_()
+        rate = self._next_rate() if learning_rate is None else learning_rate
+        set_learning_rate(self.optimiser, rate)
+        # FSDP2 averages gradients over ranks where the objective sums them.
+        outcome = self.masters.step(
+            self.optimiser, max_norm=self.config.clip_norm, denominator=count / self.ranks.world
+        )
+        count = count or 1.0
+        return Applied(loss / count, value_loss / count, outcome.grad_norm, rate, outcome.skipped)
+
+    def _next_rate(self) -> float:
+        self.update += 1
+        return self.config.learning_rate * self.config.schedule.factor(self.update - 1, self.num_updates)
+
+    def discard(self) -> None:
+        """Forgets gradients of an update that was begun and never applied."""
+        self._sums.zero_()
+        self.masters.zero_grad()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"masters": self.masters.state_dict(), "optimiser": self.optimiser.state_dict(), "update": self.update}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.masters.load_state_dict(state["masters"])
+        self.optimiser.load_state_dict(state["optimiser"])
+        self.update = state["update"]
