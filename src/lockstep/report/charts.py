@@ -225,7 +225,7 @@ def f_curves(runs: Sequence[History]) -> Panel:
         lines = [Line(label, x, y, color) for color, (label, (x, y)) in enumerate(curves)]
     else:
         curves = [(f"step {step}", points) for step, points in _f_by_step(runs[0])]
-        fade = np.linspace(0.25, 1.0, len(curves)) if len(curves) > 1 else [1.0]
+        fade = np.linspace(1.0, 0.25, len(curves))[::-1]  # the later, the stronger
         lines = [Line(label, x, y, 0, alpha=float(a)) for a, (label, (x, y)) in zip(fade, curves, strict=True)]
     return Panel(chart=_F_CURVE, lines=lines, x_label="τ", x_log=True)
 

@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from lockstep.metrics import METRICS, Metric, describe
 from lockstep.report.history import History, Series
 
@@ -43,7 +41,7 @@ def flag(name: str, series: Series, config: Mapping[str, Any]) -> str:
 
 
 def _stale(series: Series, bound: object) -> str:
-    largest = float(np.nanmax(series.values))
+    largest = float(series.finite.max())
     return f"reached {largest:g}, max_staleness is {bound}" if isinstance(bound, int) and largest > bound else ""
 
 

@@ -35,9 +35,9 @@ class Series:
         return float(self.values[-1])
 
     @property
-    def total(self) -> float:
-        """Sum of the finite values."""
-        return float(self.values[np.isfinite(self.values)].sum())
+    def finite(self) -> NDArray[np.float64]:
+        """The values one can add up and compare; may be empty."""
+        return self.values[np.isfinite(self.values)]
 
     def thin(self, limit: int) -> Series:
         """At most `limit` points that look the same: of every stretch its lowest and its highest, so spikes stay."""

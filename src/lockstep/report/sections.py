@@ -85,7 +85,7 @@ def _hero(run: History) -> str:
     if series is None:
         return ""
     before = f'<span class="from">{show(series.first)}</span><span class="arrow">→</span>' if len(series) > 1 else ""
-    best = f"best {show(float(np.nanmax(series.values)))}" if np.isfinite(series.values).any() else ""
+    best = f"best {show(float(series.finite.max()))}" if len(series.finite) else ""
     control = run.series.get("control/accuracy") if accuracy else None
     note = f"supervised control {percent(control.last)} · {best}" if control else best
     return (
@@ -99,8 +99,8 @@ def _facts(run: History) -> Iterator[tuple[str, str, str]]:
     yield "Wall time", duration(run.seconds), ""
     if (tokens := run.sampled_tokens) is not None:
         yield "Tokens sampled", count(tokens), ""
-    if speed := run.series.get("perf/rollout_tokens_per_s"):
-        yield "Rollout tokens/s", number(float(np.nanmedian(speed.values)), 3), "median over steps"
+    if (speed := run.series.get("perf/rollout_tokens_per_s")) and len(speed.finite):
+        yield "Rollout tokens/s", number(float(np.median(speed.finite)), 3), "median over steps"
     if k3 := run.series.get("mismatch/k3"):
         yield "Mismatch k3", number(k3.last, 2), "KL, sampler to learner, last step"
     if f2 := run.series.get("mismatch/f2"):
@@ -132,7 +132,11 @@ def time_split(runs: Sequence[History]) -> str:
 
 
 def _bar(run: History, titled: bool) -> str:
-    parts = {name.removeprefix("time/"): s.total for name, s in run.match("time/*").items() if name != "time/total"}
+    parts = {
+        name.removeprefix("time/"): float(s.finite.sum())
+        for name, s in run.match("time/*").items()
+        if name != "time/total"
+    }
     parts = {name: seconds for name, seconds in sorted(parts.items(), key=lambda part: -part[1]) if seconds > 0}
     whole = sum(parts.values())
     if not whole:
