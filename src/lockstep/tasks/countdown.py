@@ -78,11 +78,11 @@ class Countdown(DatasetTask):
 
     def reward(self, sample: Sample, answer: str) -> Verdict:
         found = _ANSWER.findall(answer)
-        expression = found[-1].partition("=")[0].strip() if found else ""
-        reason = "an answer in its tags" if found else "no <answer> </answer>"
-        return combine(
-            self._judge_expression(sample, expression), Part("format", float(bool(found)), reason, self.format_weight)
-        )
+        if not found:
+            missing = "no <answer> </answer>"
+            return combine(Part("correct", 0.0, missing), Part("format", 0.0, missing, self.format_weight))
+        correct = self._judge_expression(sample, found[-1].partition("=")[0].strip())
+        return combine(correct, Part("format", 1.0, "an answer in its tags", self.format_weight))
 
     def _judge_expression(self, sample: Sample, expression: str) -> Part:
         try:
@@ -174,6 +174,6 @@ def _numbers(tree: ast.expr) -> Iterator[int]:
 def _check_numbers(used: Counter[int], given: Sequence[int], use_all: bool) -> None:
     allowed = Counter(given)
     if extra := used - allowed:
-        raise ValueError(f"uses {', '.join(map(str, extra))} more often than given in {list(given)}")
+        raise ValueError(f"uses {', '.join(map(str, sorted(extra)))} more often than given in {list(given)}")
     if use_all and (left := allowed - used):
-        raise ValueError(f"does not use {', '.join(map(str, left))}")
+        raise ValueError(f"does not use {', '.join(map(str, sorted(left)))}")

@@ -51,9 +51,9 @@ class Math(DatasetTask):
     def _judge_final(self, expected: str, box: str | None, answer: str) -> Part:
         if box is None and self.boxed_only:
             return Part("correct", 0.0, "no \\boxed{} with a final answer")
-        equal, read = equivalent(expected, answer if box is None else f"${box}$")
-        final = box if box is not None else read
-        return Part("correct", float(equal), f"{final[:80] or 'nothing'} is {'' if equal else 'not '}{expected}")
+        equal, read = equivalent(expected, answer if box is None else f"\\boxed{{{box}}}")
+        final = box or read or "nothing"
+        return Part("correct", float(equal), f"{final[:80]} is {'' if equal else 'not '}{expected}")
 
 
 def _read_row(uid: str, row: Mapping[str, Any]) -> tuple[Any, str, str | None]:
@@ -85,7 +85,7 @@ def last_boxed(text: str) -> str | None:
     while start >= 0:
         inside = _up_to_closing_brace(text[start + len(_BOX) :])
         if inside is not None:
-            return inside
+            return inside.strip()
         start = text.rfind(_BOX, 0, start)
     return None
 
@@ -105,10 +105,8 @@ def equivalent(expected: str, answer: str) -> tuple[bool, str]:
     Has no time limit of its own, because math-verify's needs the main thread: call it where it can be killed.
     ValueError if the expected answer itself cannot be read.
     """
-    if answer == f"${expected}$":
-        return True, expected
-    gold = parse(f"${expected}$", parsing_timeout=0)
+    gold = parse(f"\\boxed{{{expected}}}", parsing_timeout=0)
     if not gold:
         raise ValueError(f"the expected answer {expected!r} cannot be read")
     read = parse(answer, parsing_timeout=0)
-    return verify(gold, read, timeout_seconds=0), str(read[-1]) if read else ""
+    return verify(gold, read, timeout_seconds=0), str(read[-1]).rstrip(".") if read else ""

@@ -8,14 +8,14 @@ that exceeds it is killed with everything it started, and replaced when the next
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from multiprocessing import Pipe
 
 from pydantic import Field
@@ -63,22 +63,28 @@ class Judge:
         return await asyncio.get_running_loop().run_in_executor(self._threads, self._in_worker, sample, answer)
 
     async def close(self) -> None:
-        """Kills the workers; answers still being judged come back as failed."""
+        """Kills the workers; answers that still wait come back as failed."""
         with self._lock:
             self._closed = True
             workers = tuple(self._workers)
         for worker in workers:
             worker.kill()
-        await asyncio.to_thread(self._threads.shutdown, cancel_futures=True)
+        await asyncio.to_thread(self._threads.shutdown)
 
     def _in_worker(self, sample: Sample, answer: str) -> Verdict:
+        try:
+            with self._borrow() as worker:
+                return worker.judge(sample, answer, self._time_limit)
+        except RuntimeError as error:
+            if not self._closed:
+                raise error
+            return failed("the judge was closed")
+
+    @contextmanager
+    def _borrow(self) -> Iterator[_Worker]:
         worker = self._take()
         try:
-            return worker.judge(sample, answer, self._time_limit)
-        except RuntimeError as error:
-            if self._closed:  # killed while it started
-                return failed("the judge was closed")
-            raise error
+            yield worker
         finally:
             self._put_back(worker)
 
@@ -138,7 +144,7 @@ class _Worker:
 
     def kill(self) -> None:
         if self._process.returncode is None:  # not waited for yet, so the number is still its own
-            with contextlib.suppress(ProcessLookupError, PermissionError):  # it ended by itself
+            with suppress(ProcessLookupError, PermissionError):  # it ended by itself
                 os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 

@@ -41,7 +41,7 @@ def judged(reward: Callable[[Sample, str], object], sample: Sample, answer: str)
     """What `reward` says; failed if it raises or says something that is no reward. A plain number is one."""
     try:
         return _checked(reward(sample, answer))
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         return failed(f"the reward raised {type(error).__name__}: {error}")
 
 

@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection
 from lockstep.protocols import Task
 from lockstep.tasks.judging.verdicts import judged
 
-_GRACE_S = 5.0  # the judge kills at the limit; this much later nobody is left to do it
+_GRACE_S = 2.0  # the judge kills at the limit; this much later nobody is left to do it
 
 
 def serve(connection: Connection) -> None:

@@ -1,0 +1,93 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.config import ConfigError
+from lockstep.tasks.math import Math, last_boxed
+from lockstep.types import Message, Sample
+
+GSM8K = {
+    "question": "Two and two thousand?",
+    "answer": "We add 2+2000 = <<2+2000=2002>>2002.\n#### 2,002",
+}
+MATH = {"problem": "What is half?", "solution": "It is $\\boxed{\\frac{1}{2}}$."}
+MATH500 = {**MATH, "answer": "\\frac{1}{2}"}
+VERL = {
+    "prompt": [{"role": "system", "content": "Box it."}, {"role": "user", "content": "Half?"}],
+    "reward_model": {"ground_truth": "\\frac{1}{2}", "style": "rule"},
+}
+
+
+def task(tmp_path: Path, *rows: dict[str, Any], **options: Any) -> Math:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return Math(path=str(path), eval_path=str(path), **options)
+
+
+def test_layouts(tmp_path: Path) -> None:
+    gsm8k, math, math500, verl = task(tmp_path, GSM8K, MATH, MATH500, VERL, instruction="Box it.").samples("train")
+    assert gsm8k.messages == (Message("user", "Two and two thousand? Box it."),)
+    assert gsm8k.answer == "2002"
+    assert gsm8k.solution == "We add 2+2000 = 2002.\nThe answer is \\boxed{2002}."
+    assert math.messages == (Message("user", "What is half? Box it."),)
+    assert math.answer == math500.answer == verl.answer == "\\frac{1}{2}"
+    assert math.solution == math500.solution == MATH["solution"]
+    assert verl.messages == (Message("system", "Box it."), Message("user", "Half?"))
+    assert verl.solution is None
+
+
+def test_gold_solutions_are_correct(tmp_path: Path) -> None:
+    made = task(tmp_path, GSM8K, MATH, VERL)
+    demonstrations = made.demonstrations()
+    assert len(demonstrations) == 2
+    for sample in demonstrations:
+        assert made.reward(sample, sample.solution or "").value == 1.0
+
+
+@pytest.mark.parametrize(
+    ("answer", "value", "reason"),
+    [
+        ("\\boxed{\\frac12}", 1.0, "\\frac12 is \\frac{1}{2}"),
+        ("So it is \\boxed{0.5}.", 1.0, "0.5 is \\frac{1}{2}"),
+        ("\\boxed{1} or rather \\boxed{\\dfrac{2}{4}}", 1.0, "\\dfrac{2}{4} is \\frac{1}{2}"),
+        ("\\boxed{0.5} or rather \\boxed{3}", 0.0, "3 is not \\frac{1}{2}"),
+        ("The answer is 1/2.", 1.0, "1/2 is \\frac{1}{2}"),
+        ("The answer is 41.", 0.0, "41 is not \\frac{1}{2}"),
+        ("no idea", 0.0, "nothing is not \\frac{1}{2}"),
+        ("\\boxed{}", 0.0, "nothing is not \\frac{1}{2}"),
+    ],
+)
+def test_equivalent_answers(answer: str, value: float, reason: str) -> None:
+    sample = Sample(uid="train/0", messages=(), answer="\\frac{1}{2}")
+    verdict = Math(path="unused").reward(sample, answer)
+    assert verdict.value == value
+    assert verdict.reasons == (f"correct: {reason}",)
+
+
+def test_box_as_a_rule_and_as_a_part() -> None:
+    sample = Sample(uid="train/0", messages=(), answer="42")
+    strict = Math(path="unused", boxed_only=True, format_weight=0.1)
+    assert strict.reward(sample, "The answer is 42.").parts == {"correct": 0.0, "format": 0.0}
+    assert strict.reward(sample, "\\boxed{42}").parts == {"correct": 1.0, "format": 0.1}
+    assert strict.reward(sample, "\\boxed{41}").reasons == ("correct: 41 is not 42", "format: an answer in \\boxed{}")
+
+
+def test_last_boxed() -> None:
+    assert last_boxed("\\boxed{a{b}c} and \\boxed{cut off") == "a{b}c"
+    assert last_boxed("\\boxed{ 7 }") == "7"
+    assert last_boxed("none") is None
+
+
+@pytest.mark.parametrize(
+    ("row", "complaint"),
+    [
+        ({"text": "?"}, "train/0 has none of the known layouts .* it has text"),
+        ({"question": "?", "answer": "no marker"}, "train/0 has none of the known layouts"),
+        ({"problem": "?", "solution": "no box"}, "train/0: the solution has no"),
+    ],
+)
+def test_bad_rows(tmp_path: Path, row: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        task(tmp_path, row).samples("train")[0]
