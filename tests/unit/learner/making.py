@@ -1,0 +1,80 @@
+"""Tiny learners and judged groups for tests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+
+from lockstep.algorithms.config import AlgorithmConfig
+from lockstep.learner.config import LearnerConfig
+from lockstep.learner.step import LearnerCore
+from lockstep.models import varlen
+from lockstep.models.head import install_head
+from lockstep.types import Group, Sample, StopReason, Trajectory, Verdict
+
+VOCAB = 53
+# A large eps: Adam's first step is otherwise the gradient's sign, which blows rounding up to a whole step.
+LEARNER = {"learning_rate": 1e-2, "weight_decay": 0.1, "optimiser": {"name": "adamw", "eps": 1e-3}}
+
+
+def make_module(with_value: bool = False, tied: bool = True, seed: int = 0) -> PreTrainedModel:
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        tie_word_embeddings=tied,
+        attn_implementation=varlen.NAME,
+    )
+    module = Qwen3ForCausalLM(config)
+    install_head(module, with_value)
+    return module
+
+
+def make_core(algorithm: dict[str, Any], learner: dict[str, Any] | None = None, seed: int = 0) -> LearnerCore:
+    settings = AlgorithmConfig.model_validate(algorithm)
+    config = LearnerConfig.model_validate(LEARNER | (learner or {}))
+    return LearnerCore(make_module(settings.needs_values, seed=seed), settings, config, num_updates=100)
+
+
+def make_trajectory(uid: str, reward: float | None, generator: torch.Generator, **changes: Any) -> Trajectory:
+    prompt = int(torch.randint(3, 9, (1,), generator=generator))
+    sampled = int(torch.randint(1, 15, (1,), generator=generator))
+    mask = torch.arange(prompt + sampled) >= prompt
+    logp = torch.where(mask, -4.0 + torch.rand(len(mask), generator=generator), 0.0)
+    fields: dict[str, Any] = {
+        "uid": uid,
+        "tokens": torch.randint(VOCAB, (len(mask),), generator=generator),
+        "mask": mask,
+        "logp_behav": logp,
+        "versions": torch.where(mask, 0, -1).int(),
+        "temperature": 1.0,
+        "stop_reason": StopReason.EOS,
+        "verdict": Verdict(value=reward),
+        "text": "",
+    }
+    return Trajectory(**fields | changes)
+
+
+def make_group(index: int, rewards: Sequence[float | None], seed: int = 0) -> Group:
+    generator = torch.Generator().manual_seed(1000 * seed + index)
+    answers = (make_trajectory(f"{index}/{i}", reward, generator) for i, reward in enumerate(rewards))
+    return Group(index=index, sample=Sample(uid=str(index), messages=()), version=0, trajectories=tuple(answers))
+
+
+def make_groups(num: int = 4, seed: int = 0) -> list[Group]:
+    return [make_group(i, (1.0, 0.0, 0.5, 0.0), seed) for i in range(num)]
+
+
+def run_step(core: LearnerCore, groups: Sequence[Group], version: int = 0) -> dict[str, float]:
+    core.begin(version)
+    for group in groups:
+        core.accumulate([group])
+    return core.finish()

@@ -1,0 +1,201 @@
+"""The learner's step: exact accumulation, who is left out, skipped updates, resume."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from making import make_core, make_group, make_groups, make_trajectory, run_step
+from torch import Tensor
+
+from lockstep.learner.local import LocalLearner
+from lockstep.learner.step import LearnerCore
+from lockstep.metrics import describe
+from lockstep.types import Group, StopReason
+
+DAPO = {"surrogate": "dapo"}
+ALGORITHMS = {"dapo": DAPO, "grpo": {"surrogate": "grpo"}, "ppo": {"surrogate": "ppo"}}
+
+
+def snapshot(core: LearnerCore) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in core.weights().items()}
+
+
+def same(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def close(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> None:
+    for name in a:
+        torch.testing.assert_close(a[name], b[name], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("learner", [{}, {"mini_steps": 2, "epochs": 2}], ids=["one update", "four updates"])
+def test_a_step_learns_and_logs_only_documented_names(algorithm: str, learner: dict[str, int]) -> None:
+    core = make_core(ALGORITHMS[algorithm], learner)
+    before = snapshot(core)
+    metrics = run_step(core, make_groups())
+    assert not same(before, core.weights())
+    assert [name for name in metrics if describe(name) is None] == []
+    assert all(math.isfinite(value) for value in metrics.values())
+    assert metrics["policy/skipped"] == 0
+    assert (metrics["policy/clip_high"] > 0) == bool(learner), "ratios leave the band only after a first update"
+
+
+@pytest.mark.parametrize("reduction", ["token_mean", "seq_mean", "seq_mean_token_sum", "token_sum_norm"])
+@pytest.mark.parametrize("learner", [{}, {"mini_steps": 2}], ids=["streamed", "replayed"])
+def test_micro_batches_add_up_to_the_whole_batch(reduction: str, learner: dict[str, int]) -> None:
+    whole, parts = (make_core(DAPO | {"reduction": reduction}, learner | {"micro_tokens": n}) for n in (100_000, 24))
+    a, b = run_step(whole, make_groups()), run_step(parts, make_groups())
+    assert a["policy/loss"] == pytest.approx(b["policy/loss"], rel=1e-5, abs=1e-7)
+    assert a["policy/grad_norm"] == pytest.approx(b["policy/grad_norm"], rel=1e-4)
+    assert a["mismatch/k3"] == pytest.approx(b["mismatch/k3"], rel=1e-5)
+    close(whole.weights(), parts.weights())
+
+
+def test_streaming_does_not_depend_on_how_groups_are_handed_over() -> None:
+    one, many = make_core(DAPO, {"micro_tokens": 50}), make_core(DAPO, {"micro_tokens": 50})
+    one.begin(0)
+    one.accumulate(make_groups())
+    one.finish()
+    run_step(many, make_groups())
+    assert same(one.weights(), many.weights())
+
+
+def test_a_replayed_update_equals_a_streamed_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Proximal log-probs from a pass of their own are those of the update's own forward."""
+    streamed, replayed = make_core(DAPO), make_core(DAPO)
+    monkeypatch.setattr(type(replayed), "streams", False)
+    a = run_step(replayed, make_groups())
+    monkeypatch.undo()
+    b = run_step(streamed, make_groups())
+    assert a["policy/loss"] == pytest.approx(b["policy/loss"], abs=1e-7)
+    close(streamed.weights(), replayed.weights())
+
+
+def test_updates_without_signal_leave_weights_and_optimiser_bit_identical(tmp_path: Path) -> None:
+    core = make_core(DAPO)
+    run_step(core, make_groups())
+    before, moments = snapshot(core), core.updater.optimiser.state_dict()["state"]
+    moments = {k: {n: t.clone() for n, t in v.items()} for k, v in moments.items()}
+    for groups in ([make_group(9, (1.0, 1.0, 1.0))], [make_group(9, (None, None))], []):
+        metrics = run_step(core, groups)
+        assert metrics["policy/skipped"] == 1
+        assert same(before, core.weights())
+        after = core.updater.optimiser.state_dict()["state"]
+        assert all(torch.equal(moments[k][n], after[k][n]) for k in moments for n in moments[k])
+
+
+def test_who_is_left_out_changes_nothing_for_the_rest() -> None:
+    generator = torch.Generator().manual_seed(5)
+    group = make_group(0, (1.0, 0.0, 0.5))
+    broken = make_trajectory("0/3", 1.0, generator)
+    misfits = [
+        make_trajectory("0/4", None, generator),
+        replace(broken, logp_behav=torch.full_like(broken.logp_behav, math.nan)),
+        replace(broken, logp_behav=torch.where(broken.mask, -math.inf, 0.0)),
+        replace(broken, stop_reason=StopReason.LENGTH),
+        replace(broken, mask=torch.zeros_like(broken.mask)),
+    ]
+    clean, mixed = make_core(DAPO), make_core(DAPO)
+    run_step(clean, [group])
+    metrics = run_step(mixed, [replace(group, trajectories=(*group.trajectories, *misfits))])
+    assert same(clean.weights(), mixed.weights())
+    assert metrics["mismatch/refused"] == 2
+
+
+def test_truncated_answers_train_when_asked_to() -> None:
+    group = make_group(0, (1.0, 0.0))
+    cut = replace(group, trajectories=tuple(replace(t, stop_reason=StopReason.LENGTH) for t in group.trajectories))
+    assert run_step(make_core(DAPO), [cut])["policy/skipped"] == 1
+    assert run_step(make_core(DAPO | {"truncated": "keep"}), [cut])["policy/skipped"] == 0
+
+
+def test_lag_counts_versions() -> None:
+    metrics = run_step(make_core(DAPO), make_groups(), version=3)
+    assert metrics["rollout/lag_mean"] == metrics["rollout/lag_max"] == 3
+
+
+@pytest.mark.parametrize("algorithm", ["dapo", "ppo"])
+def test_resume_is_bit_exact(tmp_path: Path, algorithm: str) -> None:
+    straight = make_core(ALGORITHMS[algorithm], {"schedule": {"kind": "cosine"}})
+    run_step(straight, make_groups(seed=1))
+    straight.save(str(tmp_path))
+    resumed = make_core(ALGORITHMS[algorithm], {"schedule": {"kind": "cosine"}}, seed=7)
+    resumed.load(str(tmp_path))
+    a, b = (run_step(core, make_groups(seed=2), version=1) for core in (straight, resumed))
+    assert same(straight.weights(), resumed.weights())
+    assert a["policy/learning_rate"] == b["policy/learning_rate"]
+    assert a["policy/loss"] == b["policy/loss"]
+
+
+def test_supervised_updates_learn_the_examples() -> None:
+    core = make_core(DAPO, {"micro_tokens": 32})
+    examples = [(t.tokens, t.mask) for group in make_groups(2) for t in group.trajectories]
+    losses = [core.supervised(examples, 1e-2)["warmup/loss"] for _ in range(15)]
+    assert losses[0] == pytest.approx(math.log(53), rel=0.1)
+    assert losses[-1] < losses[0] / 2
+
+
+def test_activation_checkpointing_changes_nothing() -> None:
+    plain, recomputed = make_core(DAPO), make_core(DAPO, {"activation_checkpointing": True})
+    for core in (plain, recomputed):
+        run_step(core, make_groups())
+    assert same(plain.weights(), recomputed.weights())
+
+
+def test_published_weights_hold_tied_ones_once_and_no_value_head() -> None:
+    names = make_core({"surrogate": "ppo"}).weights().keys()
+    assert "model.embed_tokens.weight" in names
+    assert not [name for name in names if name.startswith("lm_head")]
+
+
+class MemoryBus:
+    def __init__(self, groups: list[Group]) -> None:
+        self.groups = {group.index: group for group in groups}
+
+    async def put(self, group: Group) -> None:
+        self.groups[group.index] = group
+
+    async def get(self, index: int) -> Group:
+        return self.groups.pop(index)
+
+    async def drop(self, index: int) -> None:
+        del self.groups[index]
+
+
+class MemoryStore(dict[int, Mapping[str, Tensor]]):
+    def put(self, version: int, weights: Mapping[str, Tensor]) -> None:
+        self[version] = weights
+
+    def get(self, version: int) -> Mapping[str, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return self[version]
+
+
+async def indices(num: int) -> AsyncIterator[int]:
+    for i in range(num):
+        await asyncio.sleep(0)
+        yield i
+
+
+def test_the_local_learner_takes_groups_off_the_bus_and_publishes_versions(tmp_path: Path) -> None:
+    async def main() -> None:
+        core, bus, store, saved = make_core(DAPO), MemoryBus(make_groups()), MemoryStore(), {}
+        learner = LocalLearner(core, bus, store, save_weights=lambda folder, weights: saved.update(weights))
+        await learner.publish(0)
+        result = await learner.step(0, indices(4))
+        await learner.save(str(tmp_path))
+        await learner.close()
+        assert result.version == 1
+        assert not bus.groups
+        assert same(store[1], core.weights())
+        assert not same(store[0], store[1]), "published versions are snapshots"
+        assert same(saved, core.weights())
+
+    asyncio.run(main())
