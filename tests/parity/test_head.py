@@ -16,7 +16,9 @@ ROWS = torch.tensor([0, 2, 3, 8, 9, 10])
 TARGETS = torch.tensor([5, 0, 30, 7, 7, 12])
 
 
-def reference(hidden: Tensor, linear: nn.Linear, transform: LogitTransform, temperature: float) -> tuple[Tensor, Tensor]:
+def reference(
+    hidden: Tensor, linear: nn.Linear, transform: LogitTransform, temperature: float
+) -> tuple[Tensor, Tensor]:
     z = linear(hidden[0, ROWS]) * transform.scale
     if transform.softcap is not None:
         z = transform.softcap * torch.tanh(z / transform.softcap)

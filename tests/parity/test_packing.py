@@ -51,7 +51,9 @@ CONFIGS = {
     "qwen3 sliding": Qwen3Config(**SIZES, use_sliding_window=True, sliding_window=5, max_window_layers=1),
     "qwen3 moe": Qwen3MoeConfig(**SIZES | MOE),
     "llama": LlamaConfig(**SIZES, attention_bias=True),
-    "deepseek: K and V of different width": DeepseekV3Config(**{k: v for k, v in SIZES.items() if k != "head_dim"} | MLA),
+    "deepseek: K and V of different width": DeepseekV3Config(
+        **{k: v for k, v in SIZES.items() if k != "head_dim"} | MLA
+    ),
 }
 LENGTHS = (40, 7, 25, 130, 3, 40)
 

@@ -1,0 +1,70 @@
+"""One rank of the two-rank test: rank 0 is the front and writes what came out, the other serves."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "learner"))
+from making import make_core, make_group
+
+from lockstep.learner.ranks import Front, serve
+from lockstep.learner.step import LearnerCore
+from lockstep.types import Group
+
+
+def steps(case: str) -> list[list[Group]]:
+    """Uneven: one group of three answers, so that shares differ and, at the end, one rank has nothing at all."""
+    if case == "uneven":
+        return [[make_group(0, (1.0, 0.0, 0.5))], [make_group(1, (1.0, None, 0.0)), make_group(2, (0.0, 1.0))]]
+    return [[make_group(4 * s + i, (1.0, 0.0, 0.5, 0.0)) for i in range(4)] for s in range(2)]
+
+
+def build(name: str) -> LearnerCore:
+    algorithm, learner = {
+        "streamed": ({"surrogate": "dapo"}, {"micro_tokens": 30}),
+        "uneven": ({"surrogate": "grpo"}, {"micro_tokens": 12}),
+        "replayed": ({"surrogate": "dapo"}, {"micro_tokens": 40, "mini_steps": 2, "epochs": 2}),
+        "values": ({"surrogate": "ppo"}, {"micro_tokens": 40, "mini_steps": 2}),
+    }[name]
+    return make_core(algorithm, learner, seed=dist.get_rank() if dist.is_initialized() else 0)
+
+
+def drive(front: Front, name: str, folder: Path) -> None:
+    """Two steps, a checkpoint between them loaded into the same core."""
+    folder.mkdir(parents=True, exist_ok=True)
+    metrics = []
+    for version, groups in enumerate(steps(name)):
+        front.call("begin", version)
+        for group in groups:
+            front.call("accumulate", [group])
+        metrics.append(front.call("finish"))
+        front.call("save", str(folder))
+        front.call("load", str(folder))
+    torch.save(front.call("weights"), folder / "weights.pt")
+    (folder / "metrics.json").write_text(json.dumps(metrics))
+
+
+def main(folder: Path, names: list[str]) -> None:
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    for name in names:
+        core = build(name)
+        if dist.get_rank() == 0:
+            front = Front(core)
+            drive(front, name, folder / name)
+            front.stop()
+        else:
+            serve(core)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    main(Path(sys.argv[1]), sys.argv[2:])

@@ -1,0 +1,57 @@
+"""One rank and two ranks (FSDP2 over gloo, two processes) give the same loss, metrics and weights."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from rank_worker import build, drive
+
+from lockstep.learner.ranks import Front
+
+CASES = ("streamed", "uneven", "replayed", "values")
+TIMED = ("time/learn", "perf/train_tokens_per_s")
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("ranks")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    worker = str(Path(__file__).with_name("rank_worker.py"))
+    command = [sys.executable, worker, str(folder), *CASES]
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    ranks = [
+        subprocess.Popen(command, env=os.environ | place | {"RANK": str(r)}, stderr=subprocess.PIPE, text=True)
+        for r in range(2)
+    ]
+    errors = [rank.communicate(timeout=200)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], errors
+    return folder
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_ranks_equal_one(two_ranks: Path, tmp_path: Path, case: str) -> None:
+    drive(Front(build(case)), case, tmp_path)
+    one, two = (torch.load(folder / "weights.pt") for folder in (tmp_path, two_ranks / case))
+    assert one.keys() == two.keys()
+    for name in one:
+        torch.testing.assert_close(two[name], one[name], rtol=1e-4, atol=1e-6)
+    metrics = [json.loads((folder / "metrics.json").read_text()) for folder in (tmp_path, two_ranks / case)]
+    for ours, theirs in zip(*metrics, strict=True):
+        for key in ours.keys() - set(TIMED):
+            assert theirs[key] == pytest.approx(ours[key], rel=1e-4, abs=1e-6), key
+
+
+def test_a_checkpoint_of_two_ranks_resumes_on_one(two_ranks: Path) -> None:
+    core = build("streamed")
+    core.load(str(two_ranks / "streamed"))
+    weights = torch.load(two_ranks / "streamed" / "weights.pt")
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in core.weights().items())
