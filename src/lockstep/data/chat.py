@@ -41,12 +41,12 @@ def _not_empty(tokens: list[int]) -> list[int]:
 
 
 def render_demonstration(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], solution: str
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], solution: str, end: int
 ) -> tuple[list[int], list[bool]]:
     """A worked answer as tokens and loss mask. Its prompt is exactly `render_prompt`'s; the mask covers the solution
-    and the token that ends the turn, so a model warmed up on it also learns to stop."""
+    and `end`, which is the tokenizer's `turn_end`, so a model warmed up on it also learns to stop."""
     prompt = render_prompt(tokenizer, messages)
-    answer = [*tokenizer.encode(solution, add_special_tokens=False), turn_end(tokenizer)]
+    answer = [*tokenizer.encode(solution, add_special_tokens=False), end]
     return prompt + answer, [False] * len(prompt) + [True] * len(answer)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import TYPE_CHECKING
 
-from lockstep.data.chat import render_demonstration
+from lockstep.data.chat import render_demonstration, turn_end
 from lockstep.data.order import PromptOrder
 from lockstep.types import Sample
 
@@ -35,11 +35,13 @@ class Demonstrations:
     max_tokens: int
     num_skipped: int = field(default=0, init=False)
     _order: PromptOrder = field(init=False)
+    _end: int = field(init=False)
 
     def __post_init__(self) -> None:
         if not self.samples:
             raise ValueError("the task has no demonstrations: warm-up needs samples with a worked solution")
         self._order = PromptOrder(len(self.samples), self.seed)
+        self._end = turn_end(self.tokenizer)
 
     def batch(self, step: int) -> DemonstrationBatch:
         first = step * self.batch_size
@@ -56,4 +58,4 @@ class Demonstrations:
     def _render(self, sample: Sample) -> tuple[list[int], list[bool]]:
         if sample.solution is None:
             raise ValueError(f"demonstration {sample.uid} has no solution")
-        return render_demonstration(self.tokenizer, sample.messages, sample.solution)
+        return render_demonstration(self.tokenizer, sample.messages, sample.solution, self._end)

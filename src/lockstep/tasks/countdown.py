@@ -20,7 +20,6 @@ from lockstep.types import Message, Sample, Verdict
 
 _OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 _SYMBOLS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
-_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _EXPRESSION = re.compile(r"[\d\s()+\-*/]{1,200}")
 _PROMPT = (
     "Using the numbers {numbers}, create an expression that equals {target}. You can use basic arithmetic operations "
@@ -77,11 +76,11 @@ class Countdown(DatasetTask):
         return _sample(uid, read_messages(prompt), numbers, target, row.get("answer"))
 
     def reward(self, sample: Sample, answer: str) -> Verdict:
-        found = _ANSWER.findall(answer)
-        if not found:
+        final = _last_answer(answer)
+        if final is None:
             missing = "no <answer> </answer>"
             return combine(Part("correct", 0.0, missing), Part("format", 0.0, missing, self.format_weight))
-        correct = self._judge_expression(sample, found[-1].partition("=")[0].strip())
+        correct = self._judge_expression(sample, final.partition("=")[0].strip())
         return combine(correct, Part("format", 1.0, "an answer in its tags", self.format_weight))
 
     def _judge_expression(self, sample: Sample, expression: str) -> Part:
@@ -119,6 +118,12 @@ def _sample(
     uid: str, messages: tuple[Message, ...], numbers: Sequence[int], target: int, solution: str | None
 ) -> Sample:
     return Sample(uid=uid, messages=messages, answer=str(target), solution=solution, info={"numbers": list(numbers)})
+
+
+def _last_answer(text: str) -> str | None:
+    before, end, _ = text.rpartition("</answer>")
+    _, start, inside = before.rpartition("<answer>")
+    return inside if start and end else None
 
 
 def _key(puzzle: tuple[list[int], int, str]) -> str:

@@ -1,7 +1,7 @@
 """Problems with a final answer in mathematics, judged by math-verify: 1/2, 0.5 and \\frac{1}{2} are the same answer.
 
-Rows may have the layout of GSM8K (`question`, and `answer` ending in `#### 42`), of MATH (`problem`, and `solution`
-with the answer in \\boxed{}), or of verl's files (`prompt` messages, and `reward_model.ground_truth`).
+Rows may have the layout of GSM8K (`question`, and `answer` ending in `#### 42`), of MATH (`problem`, and `answer`
+or a `solution` with the answer in \\boxed{}), or of verl's files (`prompt` messages, and `reward_model.ground_truth`).
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ def _read_row(uid: str, row: Mapping[str, Any]) -> tuple[Any, str, str | None]:
     if "reward_model" in row:
         return row["prompt"], str(row["reward_model"]["ground_truth"]), None
     if "problem" in row:
-        return row["problem"], _final_of_math(uid, row), row["solution"]
-    if "question" in row and "####" in row.get("answer", ""):
+        return row["problem"], _final_of_math(uid, row), row.get("solution")
+    if "question" in row and "####" in str(row.get("answer")):
         work, _, final = row["answer"].rpartition("####")
         final = final.strip().replace(",", "")
         return row["question"], final, f"{_CALCULATION.sub('', work).strip()}\nThe answer is \\boxed{{{final}}}."
@@ -73,10 +73,12 @@ def _read_row(uid: str, row: Mapping[str, Any]) -> tuple[Any, str, str | None]:
 
 
 def _final_of_math(uid: str, row: Mapping[str, Any]) -> str:
-    final = row.get("answer") or last_boxed(row["solution"])
+    if row.get("answer") is not None:
+        return str(row["answer"])
+    final = last_boxed(row.get("solution", ""))
     if final is None:
-        raise ConfigError(f"row {uid}: the solution has no \\boxed{{}} and there is no answer")
-    return str(final)
+        raise ConfigError(f"row {uid} has neither an answer nor a solution with a \\boxed{{}}")
+    return final
 
 
 def last_boxed(text: str) -> str | None:

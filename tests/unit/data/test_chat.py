@@ -48,7 +48,7 @@ def test_empty_prompt_is_refused() -> None:
 def test_demonstration_keeps_the_prompts_tokens(template: str | None) -> None:
     """'=2' is one token when tokenised together; here the prompt ends in '=' and the solution starts with '2'."""
     tokenizer = byte_tokenizer(template, merges=[("=", "2")])
-    tokens, mask = render_demonstration(tokenizer, QUESTION, "2;#2")
+    tokens, mask = render_demonstration(tokenizer, QUESTION, "2;#2", turn_end(tokenizer))
     prompt = render_prompt(tokenizer, QUESTION)
     assert tokens[: len(prompt)] == prompt
     assert mask == [False] * len(prompt) + [True] * (len(tokens) - len(prompt))
@@ -76,7 +76,7 @@ def test_no_end_token_is_refused() -> None:
     tokenizer = byte_tokenizer()
     tokenizer.eos_token = None
     with pytest.raises(ValueError, match="no EOS"):
-        render_demonstration(tokenizer, QUESTION, "2")
+        turn_end(tokenizer)
 
 
 def test_response_text_drops_special_tokens_only() -> None:
@@ -90,7 +90,7 @@ def test_qwen3() -> None:
     tokenizer = AutoTokenizer.from_pretrained(QWEN3)
     prompt = render_prompt(tokenizer, QUESTION[1:])
     assert tokenizer.decode(prompt) == "<|im_start|>user\n1+1=<|im_end|>\n<|im_start|>assistant\n"
-    tokens, mask = render_demonstration(tokenizer, QUESTION[1:], "two")
+    tokens, mask = render_demonstration(tokenizer, QUESTION[1:], "two", turn_end(tokenizer))
     assert tokens[: len(prompt)] == prompt
     assert sum(mask) == len(tokens) - len(prompt)
     im_end, endoftext = special(tokenizer, "<|im_end|>"), special(tokenizer, "<|endoftext|>")

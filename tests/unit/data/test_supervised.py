@@ -1,11 +1,12 @@
 import pytest
 from byte_tokens import TEMPLATE, byte_tokenizer
 
-from lockstep.data.chat import render_demonstration
+from lockstep.data.chat import render_demonstration, turn_end
 from lockstep.data.supervised import DemonstrationBatch, Demonstrations
 from lockstep.types import Message, Sample
 
 TOKENIZER = byte_tokenizer(TEMPLATE)
+END = turn_end(TOKENIZER)
 SAMPLES = [
     Sample(uid=f"demonstrations/{i}", messages=(Message("user", f"{i}+0="),), solution=f"#{i}") for i in range(7)
 ]
@@ -18,7 +19,7 @@ def demonstrations(samples: list[Sample] = SAMPLES, seed: int = 0, max_tokens: i
 def test_an_epoch_holds_every_demonstration_once() -> None:
     batches = [demonstrations().batch(step) for step in range(7)]  # three epochs of seven, in batches of three
     seen = [tuple(tokens) for batch in batches for tokens in batch.tokens]
-    expected = {tuple(render_demonstration(TOKENIZER, s.messages, s.solution or "")[0]) for s in SAMPLES}
+    expected = {tuple(render_demonstration(TOKENIZER, s.messages, s.solution or "", END)[0]) for s in SAMPLES}
     assert set(seen[:7]) == set(seen[7:14]) == set(seen[14:]) == expected
 
 

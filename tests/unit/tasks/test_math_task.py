@@ -38,6 +38,11 @@ def test_layouts(tmp_path: Path) -> None:
     assert verl.solution is None
 
 
+def test_a_final_answer_is_enough(tmp_path: Path) -> None:
+    (sample,) = task(tmp_path, {"problem": "1-1?", "answer": 0}).samples("train")
+    assert (sample.answer, sample.solution) == ("0", None)
+
+
 def test_gold_solutions_are_correct(tmp_path: Path) -> None:
     made = task(tmp_path, GSM8K, MATH, VERL)
     demonstrations = made.demonstrations()
@@ -85,7 +90,7 @@ def test_last_boxed() -> None:
     [
         ({"text": "?"}, "train/0 has none of the known layouts .* it has text"),
         ({"question": "?", "answer": "no marker"}, "train/0 has none of the known layouts"),
-        ({"problem": "?", "solution": "no box"}, "train/0: the solution has no"),
+        ({"problem": "?", "solution": "no box"}, "train/0 has neither an answer nor a solution"),
     ],
 )
 def test_bad_rows(tmp_path: Path, row: dict[str, Any], complaint: str) -> None:

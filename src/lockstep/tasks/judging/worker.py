@@ -25,6 +25,7 @@ def serve(connection: Connection) -> None:
     connection.send(None)  # ready
     while True:
         sample, answer, time_limit = connection.recv()
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends the process even inside C code: no orphan runs forever
         signal.setitimer(signal.ITIMER_REAL, time_limit + _GRACE_S)
         verdict = judged(task.reward, sample, answer)
         signal.setitimer(signal.ITIMER_REAL, 0)
@@ -32,7 +33,6 @@ def serve(connection: Connection) -> None:
 
 
 def main() -> None:
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends the process even inside C code: no orphan computes forever
     try:
         serve(Connection(int(sys.argv[1])))
     except (EOFError, ConnectionError):
