@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +25,14 @@ class Reading:
 def readings(run: History) -> list[Reading]:
     """Every logged metric in the order of `metrics.py`, names of the user's own last."""
     found = [Reading(name, s, describe(name), flag(name, s, run.config)) for name, s in run.series.items()]
-    return sorted(found, key=lambda reading: METRICS.index(reading.metric) if reading.metric else len(METRICS))
+    return sorted(found, key=_order)
+
+
+def _order(reading: Reading) -> tuple[int, list[tuple[float, str]]]:
+    """Numbers in a name count as numbers: f2 comes before f10."""
+    words = re.findall(r"\d+(?:\.\d+)?|\D+", reading.name)
+    natural = [(float(word), "") if word[0].isdecimal() else (math.inf, word) for word in words]
+    return METRICS.index(reading.metric) if reading.metric else len(METRICS), natural
 
 
 def flag(name: str, series: Series, config: Mapping[str, Any]) -> str:

@@ -94,6 +94,7 @@ class ChartView {
   constructor(figure, panel) {
     this.figure = figure;
     this.panel = panel;
+    this.format = panel.format === "scientific" && !panel.y_log ? "number" : panel.format;
     this.hidden = new Set();
     this.weight = 0;
     this.svg = shape("svg", { role: "img", "aria-label": panel.title });
@@ -141,14 +142,17 @@ class ChartView {
     svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
     const lines = this.visible(), raw = this.layers(lines);
     const smooth = this.weight && !panel.stacked && !panel.x_log;
-    const shown = smooth ? raw.map((y, i) => (lines[i].dashed ? y : smoothed(y, this.weight))) : raw;
-    const [xLow, xHigh] = extent(lines.flatMap((line) => line.x));
+    const many = (line) => smooth && !line.dashed && line.x.length > 30; // few points are no noise
+    const shown = raw.map((y, i) => (many(lines[i]) ? smoothed(y, this.weight) : y));
+    let [xLow, xHigh] = extent(lines.flatMap((line) => line.x));
+    if (xLow === xHigh && !panel.x_log) [xLow, xHigh] = [xLow - 1, xHigh + 1];
     const [yLow, yHigh] = yRange(panel, raw);
     this.x = scale(xLow, xHigh, 46, width - 12, panel.x_log);
     this.y = scale(yLow, yHigh, height - 24, 10, panel.y_log);
     this.axes(xLow, xHigh, yLow, yHigh, width, height);
     if (panel.stacked) this.drawStack(lines, shown, height - 24);
-    else lines.forEach((line, i) => this.drawLine(line, shown[i], smooth ? raw[i] : null));
+    else lines.forEach((line, i) => this.drawLine(line, shown[i], many(line) ? raw[i] : null));
+    if (!raw.flat().some((value) => value !== null)) svg.append(shape("text", { x: width / 2, y: height / 2, "text-anchor": "middle" }, "no finite value"));
     this.cursor = shape("g", {});
     svg.append(this.cursor);
   }
@@ -159,9 +163,9 @@ class ChartView {
     for (const tick of yTicks) {
       const y = this.y(tick);
       svg.append(shape("line", { class: "grid", x1: 46, x2: width - 12, y1: y, y2: y }));
-      svg.append(shape("text", { x: 40, y: y + 4, "text-anchor": "end" }, format(tick, panel.format)));
+      svg.append(shape("text", { x: 40, y: y + 4, "text-anchor": "end" }, format(tick, this.format)));
     }
-    const xTicks = panel.x_log ? panel.lines[0].x : xLow === xHigh ? [xLow] : niceTicks(xLow, xHigh, Math.min(6, width / 90));
+    const xTicks = panel.x_log ? panel.lines[0].x : niceTicks(xLow, xHigh, Math.min(6, width / 90));
     let right = -Infinity;
     for (const tick of xTicks) {
       if (!panel.x_log && !Number.isInteger(tick)) continue;
@@ -184,7 +188,7 @@ class ChartView {
   }
 
   drawLine(line, ys, raw) {
-    if (raw && !line.dashed) this.svg.append(shape("path", { class: "raw", d: this.path(line.x, raw), stroke: color(line) }));
+    if (raw) this.svg.append(shape("path", { class: "raw", d: this.path(line.x, raw), stroke: color(line) }));
     this.svg.append(shape("path", { class: "trace", d: this.path(line.x, ys), stroke: color(line), opacity: line.alpha, "stroke-dasharray": line.dashed ? "6 5" : "none" }));
     if (line.dashed || (line.x.length > 24 && ys.some((v, i) => v !== null && ys[i + 1] !== null))) return;
     ys.forEach((value, i) => {
@@ -217,16 +221,17 @@ class ChartView {
     this.tip.replaceChildren(element("div", {}, `${this.panel.x_label} ${format(closest, "number")}`));
     lines.forEach((line, n) => this.tell(line, places[n]));
     this.tip.hidden = false;
-    const left = this.svg.offsetLeft + this.x(closest) + 14;
+    const outer = this.figure.getBoundingClientRect();
+    const left = box.left - outer.left + this.x(closest) + 14;
     const flip = left + this.tip.offsetWidth > this.figure.clientWidth - 8;
     this.tip.style.left = `${Math.max(4, flip ? left - this.tip.offsetWidth - 28 : left)}px`;
-    this.tip.style.top = `${this.svg.offsetTop + 14}px`;
+    this.tip.style.top = `${box.top - outer.top + 14}px`;
   }
 
   tell(line, i) {
     const value = line.y[i];
     const dot = element("span", { class: "dot", style: `background:${color(line)};opacity:${line.alpha}` });
-    this.tip.append(element("div", {}, dot, `${line.label} `, element("b", {}, format(value, this.panel.format))));
+    this.tip.append(element("div", {}, dot, `${line.label} `, element("b", {}, format(value, this.format))));
     if (!this.panel.stacked && value !== null && (!this.panel.y_log || value > 0)) {
       this.cursor.append(shape("circle", { cx: this.x(line.x[i]), cy: this.y(value), r: 4, fill: color(line) }));
     }

@@ -22,18 +22,18 @@ from lockstep.report.run_folder import RunFolder
 def write_report(folder: RunFolder) -> Path:
     """Writes `report.html` and `plots/*.png` from what the run has logged so far; returns the page's path."""
     run = History.read(folder)
-    charts = panels([run])
+    charts, answers = panels([run]), excerpts(folder)
     body = [
         sections.header(run),
         sections.tiles(run),
         sections.charts(charts),
         sections.time_split([run]),
-        sections.samples(),
+        sections.samples(answers),
         sections.health(run),
         sections.events(run),
         sections.settings(run),
     ]
-    write_atomically(folder.report, _page(f"{run.name} · Lockstep", body, charts, excerpts(folder)))
+    write_atomically(folder.report, _page(f"{run.name} · Lockstep", body, charts, answers))
     write_plots(folder)
     return folder.report
 

@@ -28,7 +28,8 @@ def write_plots(folder: RunFolder) -> list[Path]:
 
 
 def draw(panel: Panel, path: Path) -> None:
-    figure = Figure(figsize=(6.4, 3.6), dpi=150, layout="constrained")
+    figure = Figure(figsize=(6.4, 3.6), dpi=150)
+    figure.subplots_adjust(left=0.11, right=0.97, top=0.9, bottom=0.14)  # a layout engine would draw everything twice
     FigureCanvasAgg(figure)
     axes = figure.subplots()
     (_draw_stack if panel.chart.stacked else _draw_lines)(axes, panel)
@@ -54,12 +55,14 @@ def _draw_lines(axes: Axes, panel: Panel) -> None:
 
 def _draw_stack(axes: Axes, panel: Panel) -> None:
     x = panel.lines[0].x
-    colors = [COLORS[line.color % len(COLORS)] for line in panel.lines]
+    middles = (x[1:] + x[:-1]) / 2
+    edges = np.concatenate([[x[0] - 0.5], middles, [x[-1] + 0.5]])
     bottom = np.zeros(len(x))
-    widths = np.diff(x, append=x[-1] + 1) if len(x) > 1 else 0.8
-    for line, color in zip(panel.lines, colors, strict=True):
-        axes.bar(x, line.y, width=widths, bottom=bottom, label=line.label, color=color)
-        bottom += line.y
+    for line in panel.lines:
+        top = bottom + line.y
+        axes.stairs(top, edges, baseline=bottom, fill=True, label=line.label, color=COLORS[line.color % len(COLORS)])
+        bottom = top
+    axes.set_ylim(0, (bottom.max() or 1.0) * 1.2)  # room for the legend
 
 
 def _dress(axes: Axes, panel: Panel) -> None:
@@ -74,11 +77,12 @@ def _dress(axes: Axes, panel: Panel) -> None:
     if panel.chart.format == "percent":
         axes.yaxis.set_major_formatter(PercentFormatter(1.0))
     if len(panel.lines) > 1:
-        axes.legend(frameon=False, fontsize=8)
+        columns, place = (6, "upper left") if panel.chart.stacked else (1, "best")
+        axes.legend(frameon=False, fontsize=8, ncols=columns, loc=place)
 
 
 def _label_taus(axes: Axes, panel: Panel) -> None:
     axes.set_xscale("log")
-    axes.set_xticks(panel.lines[0].x)
+    axes.set_xticks([tau for tau in panel.lines[0].x if tau < 1.2 or tau >= 1.5])  # 1.1 and 1.25 would overlap
     axes.xaxis.set_major_formatter(FuncFormatter(lambda tau, _: f"{tau:g}"))
     axes.xaxis.set_minor_formatter(NullFormatter())

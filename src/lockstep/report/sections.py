@@ -12,6 +12,7 @@ import numpy as np
 from lockstep.report.charts import Panel
 from lockstep.report.health import Reading, readings
 from lockstep.report.history import History, Series
+from lockstep.report.jsonl import Row
 
 _SHOWN_EVENTS = 200
 
@@ -78,9 +79,9 @@ def tiles(run: History) -> str:
 def _hero(run: History) -> str:
     accuracy, reward = run.series.get("eval/accuracy"), run.series.get("reward/mean")
     series, label, show = (
-        (accuracy, "Held-out accuracy, before → after", percent)
+        (accuracy, "Held-out accuracy, before and after", percent)
         if accuracy
-        else (reward, "Reward, first → last", number)
+        else (reward, "Reward, first and last", number)
     )
     if series is None:
         return ""
@@ -155,7 +156,9 @@ def _bar(run: History, titled: bool) -> str:
     return f'<div class="card split">{title}<div class="bar">{segments}</div><div class="legend">{legend}</div></div>'
 
 
-def samples() -> str:
+def samples(shown: Sequence[Row]) -> str:
+    if not shown:
+        return ""
     return '<h2>Answers <small>what the model said, and what it got for it</small></h2><div id="samples"></div>'
 
 
