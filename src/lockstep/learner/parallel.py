@@ -26,12 +26,12 @@ def prepare(module: PreTrainedModel, dtype: torch.dtype, recompute: bool, ranks:
     if ranks.world > 1:
         shard(module, dtype, ranks)
     else:
-        nn.Module.to(module, dtype)
+        _cast_parameters(module, dtype)
 
 
 def shard(module: PreTrainedModel, dtype: torch.dtype, ranks: Ranks) -> None:
     """FSDP2: float32 shards are the master weights, each layer is gathered in `dtype`, gradients reduce in float32."""
-    module.float()
+    _cast_parameters(module, torch.float32)
     for tensor in module.state_dict().values():
         dist.broadcast(tensor, src=0)  # all ranks start from the same weights, whatever each has loaded
     mesh = init_device_mesh(ranks.device.type, (ranks.world,), mesh_dim_names=("fsdp",))
@@ -39,6 +39,12 @@ def shard(module: PreTrainedModel, dtype: torch.dtype, ranks: Ranks) -> None:
     for layer in decoder_layers(module):
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     fully_shard(module, mesh=mesh, mp_policy=policy)
+
+
+def _cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:
+    """Buffers keep theirs: rotary frequencies are float32 in a model of any dtype."""
+    for parameter in module.parameters():
+        parameter.data = parameter.data.to(dtype)
 
 
 def decoder_layers(module: PreTrainedModel) -> list[nn.Module]:
