@@ -1,17 +1,21 @@
 """Checkpoint folders: written aside, then renamed, so that a folder that exists is whole.
 
-`checkpoints/step-000040/` holds the Hugging Face model, the learner's state and `progress.json`; `checkpoints/best` is a
-link to the one with the best evaluation.
+`checkpoints/step-000040/` holds the Hugging Face model, the learner's state and `progress.json`; `checkpoints/best` is
+a link to the one with the best evaluation.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+NAME = re.compile(r"step-(\d{6,})")
+ASIDE = ".aside-"  # prefix of folders that are being written or deleted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,25 +32,20 @@ class Progress:
 
 @dataclass(slots=True)
 class Checkpoints:
+    """For the one process that writes a run; anyone may read what is there meanwhile."""
+
     folder: Path
     keep: int
 
     async def save(self, progress: Progress, write: Callable[[Path], Awaitable[None]], *, best: bool) -> Path:
-        """`write` fills a folder; only when everything is on disk does it get its name. Raises OSError, harming nothing."""
+        """`write` fills a folder, which gets its name when everything is on disk. Raises OSError, harming nothing.
+
+        A step that is there already is not written again: a resumed run stands where the checkpoint stands.
+        """
         target = self.folder / f"step-{progress.step:06d}"
-        aside = self.folder / f".writing-{progress.step:06d}"
-        shutil.rmtree(aside, ignore_errors=True)
-        try:
-            aside.mkdir(parents=True)
-            await write(aside)
-            (aside / "progress.json").write_text(json.dumps(asdict(progress)))
-            _sync(aside)
-            if target.exists():  # the same step again: a stop right after a scheduled save
-                shutil.rmtree(target)
-            aside.rename(target)
-        except BaseException:
-            shutil.rmtree(aside, ignore_errors=True)
-            raise
+        self.sweep()
+        if not target.exists():
+            await self._write(target, progress, write)
         if best:
             self._mark_best(target)
         self._prune()
@@ -63,25 +62,46 @@ class Checkpoints:
         link = self.folder / "best"
         return link.resolve() if link.exists() else None
 
+    def sweep(self) -> None:
+        """Removes what a killed process left half written or half deleted."""
+        for leftover in self.folder.glob(f"{ASIDE}*"):
+            shutil.rmtree(leftover)
+
+    async def _write(self, target: Path, progress: Progress, write: Callable[[Path], Awaitable[None]]) -> None:
+        aside = self.folder / f"{ASIDE}{target.name}"
+        aside.mkdir(parents=True)
+        try:
+            await write(aside)
+            (aside / "progress.json").write_text(json.dumps(asdict(progress)))
+            _sync([*aside.rglob("*"), aside])
+            aside.rename(target)
+            _sync([self.folder])
+        except BaseException:
+            shutil.rmtree(aside, ignore_errors=True)
+            raise
+
     def _all(self) -> list[Path]:
-        return sorted(p for p in self.folder.glob("step-*") if (p / "progress.json").is_file())
+        """Whole checkpoints, oldest first; numbers, not names, because names grow longer after a million steps."""
+        found = {int(match[1]): path for path in self.folder.glob("step-*") if (match := NAME.fullmatch(path.name))}
+        return [found[step] for step in sorted(found)]
 
     def _mark_best(self, target: Path) -> None:
-        link, fresh = self.folder / "best", self.folder / ".best"
+        fresh = self.folder / ".best"
         fresh.unlink(missing_ok=True)
         fresh.symlink_to(target.name)
-        fresh.replace(link)
+        fresh.replace(self.folder / "best")
 
     def _prune(self) -> None:
         best = self.best()
         for old in self._all()[: -self.keep]:
             if old.resolve() != best:
-                shutil.rmtree(old)
+                aside = old.rename(self.folder / f"{ASIDE}{old.name}")  # never visible half deleted
+                shutil.rmtree(aside)
 
 
-def _sync(folder: Path) -> None:
-    """Forces a folder's files to disk: a rename must not become visible before what it names."""
-    for path in [*folder.rglob("*"), folder]:
+def _sync(paths: Iterable[Path]) -> None:
+    """Forces files and folders to disk: a rename must not become visible before what it names."""
+    for path in paths:
         descriptor = os.open(path, os.O_RDONLY)
         try:
             os.fsync(descriptor)

@@ -1,8 +1,8 @@
 """How far sampling may run ahead of learning, and which groups a step consumes.
 
-lag = learner version − version a group was admitted at. Admission counts work in flight: a group starts only while fewer
-than (version + max_staleness + 1) · batch groups were admitted. A step must take every group that would otherwise become
-too old, and waits for it; the places left go to whatever is ready. Admitted at version ≤ v − s there are at most
+lag = learner version − version a group was admitted at. Admission counts work in flight: a group starts only while
+fewer than (version + max_staleness + 1) · batch groups were admitted. A step must take every group that would otherwise
+become too old, and waits for it; the places left go to whatever is ready. Admitted at version ≤ v − s there are at most
 (v+1)·batch groups, v·batch of which are consumed when step v begins: the ones that are due always fit, so the bound
 holds whatever the delays are, and nothing is dropped for being late.
 """

@@ -147,7 +147,7 @@ class Controller:
             indices = [self._take_index() for _ in range(self.gate.room)]
             self.gate.admit(indices)
             for index in indices:
-                task = asyncio.create_task(self._roll(index))
+                task = asyncio.create_task(self._roll(index, self.gate.version))
                 self._rollouts.add(task)
                 task.add_done_callback(self._rollouts.discard)
                 task.add_done_callback(self._stop_if_failed)
@@ -159,8 +159,8 @@ class Controller:
         self._next_index += 1
         return self._next_index - 1
 
-    async def _roll(self, index: int) -> None:
-        receipt = await self.roles.rollout.run(index, self.roles.sample(index), self.gate.version)
+    async def _roll(self, index: int, version: int) -> None:
+        receipt = await self.roles.rollout.run(index, self.roles.sample(index), version)
         self._tally.add(receipt)
         may_replace = self._tally.replaced < self.config.max_replaced * self.config.prompts
         if self.dynamic_sampling and not receipt.has_signal and may_replace:

@@ -125,7 +125,9 @@ HARMLESS = {"position_ids", "use_cache", "is_causal", "cache_position", "output_
 
 def refuse_extra(extra: dict[str, Any]) -> None:
     """Sinks, soft-capping and the like would be silently dropped; an argument we do not know is refused by name."""
-    unknown = sorted(name for name, value in extra.items() if name not in HARMLESS and value is not None and value is not False)
+    unknown = sorted(
+        name for name, value in extra.items() if name not in HARMLESS and value is not None and value is not False
+    )
     if unknown:
         raise ValueError(f"the model passes attention arguments Lockstep does not implement: {', '.join(unknown)}")
 

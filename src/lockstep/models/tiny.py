@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from pydantic import Field
 from tokenizers import Tokenizer, decoders, pre_tokenizers
@@ -36,7 +38,7 @@ class TinyModel(Config):
 
 def tiny_model(shape: TinyModel, seed: int) -> PreTrainedModel:
     """Random weights that depend on the seed alone; the global generator is left as it was."""
-    common = {
+    common: dict[str, Any] = {
         "vocab_size": 256 + len(SPECIALS),
         "hidden_size": shape.hidden,
         "intermediate_size": 3 * shape.hidden,
@@ -53,7 +55,11 @@ def tiny_model(shape: TinyModel, seed: int) -> PreTrainedModel:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         if shape.experts:
-            moe = {"num_experts": shape.experts, "num_experts_per_tok": 2, "moe_intermediate_size": shape.hidden}
+            moe: dict[str, Any] = {
+                "num_experts": shape.experts,
+                "num_experts_per_tok": 2,
+                "moe_intermediate_size": shape.hidden,
+            }
             return Qwen3MoeForCausalLM(Qwen3MoeConfig(**common, **moe, norm_topk_prob=True)).eval()
         return Qwen3ForCausalLM(Qwen3Config(**common)).eval()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -13,7 +14,11 @@ def twin(module: PreTrainedModel, attention: str, *, share: bool) -> PreTrainedM
 
     Sharing is for phases that alternate. A config carries the attention's name, so each view has its own.
     """
-    memo = {id(p): nn.Parameter(p.data if share else p.data.clone(), requires_grad=False) for p in module.parameters()}
+    memo: dict[int, Any] = {
+        id(p): nn.Parameter(p.data if share else p.data.clone(), requires_grad=False) for p in module.parameters()
+    }
+    if share:  # router biases are weights that happen to be buffers
+        memo |= {id(b): b for b in module.buffers()}
     copied = copy.deepcopy(module, memo)
     use_attention(copied, attention)
     return copied.eval()

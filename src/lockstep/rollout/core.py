@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from lockstep.config import ConfigError
 from lockstep.models.paged import KVCache, kv_shape
 from lockstep.rollout.config import RolloutConfig
 from lockstep.rollout.pages import PagePool
@@ -33,55 +34,58 @@ class EngineCore:
         self.module = module
         self.tokenizer = tokenizer
         self.end_tokens = frozenset(end_tokens)
-        text = module.config.get_text_config()
-        self.context: int = text.max_position_embeddings
-        pages_per_seq = -(-self.context // PAGE_SIZE)
+        self.context: int = module.config.get_text_config().max_position_embeddings
+        self.kv_gib = config.kv_gib
         parameter = next(module.parameters())
-        num_pages = self._num_pages(config, pages_per_seq, parameter.dtype)
+        num_pages = self._num_pages(config, parameter.dtype)
+        self.capacity = num_pages * PAGE_SIZE
         cache = KVCache(
             module.config, num_pages=num_pages, page_size=PAGE_SIZE, dtype=parameter.dtype, device=parameter.device
         )
+        pages_per_seq = min(num_pages, -(-self.context // PAGE_SIZE))
         self.runner = Runner(module, cache, max_seqs=config.max_seqs, max_pages_per_seq=pages_per_seq)
         self.scheduler = Scheduler(
             pool=PagePool(num_pages, PAGE_SIZE),
             max_seqs=config.max_seqs,
             max_step_tokens=max(config.step_tokens, config.max_seqs),
-            context=self.context,
         )
         self._arrivals = 0
 
-    def _num_pages(self, config: RolloutConfig, pages_per_seq: int, dtype: torch.dtype) -> int:
+    def _num_pages(self, config: RolloutConfig, dtype: torch.dtype) -> int:
         """As many pages as every row could ever fill, or as the memory allows."""
         text = self.module.config.get_text_config()
         heads, key_size, value_size = kv_shape(text)
         page_bytes = text.num_hidden_layers * PAGE_SIZE * heads * (key_size + value_size) * dtype.itemsize
         affordable = int(config.kv_gib * 2**30 // page_bytes)
-        if affordable < pages_per_seq:
-            need = pages_per_seq * page_bytes / 2**30
-            raise ValueError(
-                f"rollout.kv_gib = {config.kv_gib} cannot hold one sequence of the model's context "
-                f"({self.context} tokens need {need:.2f} GiB)"
+        if not affordable:
+            raise ConfigError(
+                f"rollout.kv_gib = {config.kv_gib} does not hold the keys and values of {PAGE_SIZE} tokens "
+                f"({page_bytes / 2**30:.2g} GiB)"
             )
-        return min(affordable, config.max_seqs * pages_per_seq)
+        return min(affordable, config.max_seqs * -(-self.context // PAGE_SIZE))
 
     def check(self, request: Request) -> None:
         """Refuses a request that could never run, before it waits for anything."""
-        num_prompt, params = len(request.tokens), request.params
+        if problem := self._problem(request):
+            raise ValueError(f"request {request.uid!r}: {problem}")
+
+    def _problem(self, request: Request) -> str | None:
+        num_prompt, params, vocab = len(request.tokens), request.params, self.runner.sampling.vocab
         if not num_prompt:
-            raise ValueError(f"request {request.uid!r} has no prompt tokens")
+            return "no prompt tokens"
         if num_prompt >= self.context:
-            raise ValueError(
-                f"request {request.uid!r}: {num_prompt} prompt tokens leave no room in a context of {self.context}"
-            )
+            return f"{num_prompt} prompt tokens leave no room in a context of {self.context}"
         if params.max_tokens < 1:
-            raise ValueError(f"request {request.uid!r}: max_tokens is {params.max_tokens}, at least 1 is needed")
-        if params.temperature < 0 or not 0 < params.top_p <= 1 or not 0 <= params.min_p < 1 or params.top_k < 0:
-            raise ValueError(f"request {request.uid!r}: sampling parameters out of range: {params}")
-        vocab = self.runner.sampling.vocab
-        if not all(0 <= token < vocab for token in request.tokens):
-            raise ValueError(
-                f"request {request.uid!r}: token {max(request.tokens)} is outside the vocabulary of {vocab}"
-            )
+            return f"max_tokens is {params.max_tokens}, at least 1 is needed"
+        if (longest := min(num_prompt + params.max_tokens, self.context)) > self.capacity:
+            return f"{longest} tokens may be needed, rollout.kv_gib = {self.kv_gib} holds {self.capacity}"
+        if not params.temperature >= 0 or not 0 < params.top_p <= 1 or not 0 <= params.min_p < 1 or params.top_k < 0:
+            return f"sampling parameters out of range: {params}"
+        if not all(params.stop):
+            return "an empty stop string would end every answer at once"
+        if outside := [token for token in request.tokens if not 0 <= token < vocab]:
+            return f"token {outside[0]} is outside the vocabulary of {vocab}"
+        return None
 
     def add(self, requests: Seq[Request]) -> None:
         for request in requests:
@@ -105,10 +109,15 @@ class EngineCore:
         """Copies weights, by Hugging Face name, into the engine's own buffers: none may be missing, none unknown."""
         own = self.module.state_dict()
         tied = set(getattr(self.module, "all_tied_weights_keys", None) or ())
-        missing = own.keys() - weights.keys() - tied
-        if missing or (unknown := weights.keys() - own.keys()):
-            names = sorted(missing or unknown)  # pyright: ignore[reportPossiblyUnboundVariable]
-            raise ValueError(f"published weights do not fit the engine's model: {', '.join(names[:3])}")
+        wrong = [f"{name} is missing" for name in sorted(own.keys() - weights.keys() - tied)]
+        wrong += [f"{name} is unknown" for name in sorted(weights.keys() - own.keys())]
+        wrong += [
+            f"{name} is {tuple(weights[name].shape)}, not {tuple(own[name].shape)}"
+            for name in sorted(own.keys() & weights.keys())
+            if weights[name].shape != own[name].shape
+        ]
+        if wrong:  # before the first copy: an update is whole or it is not made
+            raise ValueError(f"published weights do not fit the engine's model: {'; '.join(wrong[:3])}")
         with torch.no_grad():
             for name, tensor in weights.items():
                 own[name].copy_(tensor)
@@ -127,5 +136,5 @@ class EngineCore:
     def _hit_stop_string(self, seq: Sequence) -> bool:
         """Looks at the end only; a token may be less than a character, so a few more than characters are read."""
         longest = max(map(len, seq.request.params.stop))
-        tail = self.tokenizer.decode(seq.sampled[-(4 * longest + 8) :])
+        tail = self.tokenizer.decode(seq.sampled[-(4 * longest + 8) :], clean_up_tokenization_spaces=False)
         return any(stop in tail for stop in seq.request.params.stop)

@@ -69,6 +69,7 @@ def sample(logits_BV: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor]:
     cdf_BV = logp_BV.exp().double().cumsum(-1)
     threshold = uniform(batch.seed, batch.position) * cdf_BV[:, -1]
     tokens = torch.searchsorted(cdf_BV, threshold[:, None], right=True)[:, 0]  # first entry above: never of zero mass
+    tokens = tokens.clamp(max=logits_BV.shape[-1] - 1)  # only NaN logits: their log-prob is NaN, which learning refuses
     if batch.any_greedy:
         tokens = torch.where(batch.greedy, logits_BV.argmax(-1), tokens)
     return tokens, logp_BV.gather(-1, tokens[:, None])[:, 0]
@@ -76,13 +77,15 @@ def sample(logits_BV: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor]:
 
 def truncate(logits_BV: Tensor, batch: SamplingBatch) -> Tensor:
     """−inf outside the kept set: the top_k largest, of them the fewest with mass top_p, none below min_p·largest."""
-    ordered, order = logits_BV.sort(-1, descending=True, stable=True)
+    ordered, order = logits_BV.sort(dim=-1, descending=True, stable=True)
     probs = ordered.softmax(-1)
     rank = torch.arange(logits_BV.shape[-1], device=logits_BV.device)
     keep = rank < batch.top_k[:, None]
     mass = (probs * keep).sum(-1, keepdim=True)
     before = (probs.cumsum(-1) - probs) / mass  # mass of the larger ones, within the top_k
-    keep &= (before < batch.top_p[:, None]) & (probs >= batch.min_p[:, None] * probs[:, :1])
+    top_p = batch.top_p[:, None]
+    keep &= (before < top_p) | (top_p >= 1)  # off is off: `before` may round to 1 in the tail
+    keep &= probs >= batch.min_p[:, None] * probs[:, :1]
     keep[:, 0] = True
     return torch.full_like(logits_BV, -torch.inf).scatter(-1, order, ordered.masked_fill(~keep, -torch.inf))
 

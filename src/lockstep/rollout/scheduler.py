@@ -6,6 +6,7 @@ Pure bookkeeping, no tensors: `schedule` picks chunks, the runner computes them,
 from __future__ import annotations
 
 import heapq
+from bisect import insort
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -53,10 +54,9 @@ class Scheduler:
     pool: PagePool
     max_seqs: int
     max_step_tokens: int
-    context: int
     version: int = 0
     admitting: bool = True  # False while draining for a weight update
-    waiting: deque[Sequence] = field(default_factory=deque)
+    waiting: deque[Sequence] = field(default_factory=deque)  # oldest first
     running: list[Sequence] = field(default_factory=list)  # oldest first
     counters: Counters = field(default_factory=Counters)
     _rows: list[int] = field(default_factory=list)
@@ -119,12 +119,16 @@ class Scheduler:
     def new_version(self, version: int, *, recompute: bool) -> None:
         """New weights: cached prefixes are void. Running sequences keep their pages or give them up and start over."""
         self.version = version
-        self.pool.reset()
-        for seq in list(reversed(self.running)):
-            if recompute:
+        if recompute:
+            for seq in list(self.running):
                 self._send_back(seq)
-            else:
-                seq.node = None  # its pages now mix versions: never share them
+        self.forget_prefixes()
+
+    def forget_prefixes(self) -> None:
+        """Empties the prefix cache. What runs goes on, but never shares its pages: they may mix versions from now on."""
+        self.pool.reset()
+        for seq in self.running:
+            seq.node = None
 
     def _schedule_decode(self) -> list[Chunk]:
         chunks: list[Chunk] = []
@@ -225,9 +229,9 @@ class Scheduler:
         return True
 
     def _send_back(self, seq: Sequence) -> None:
-        """Gives up its pages and waits first in line; its tokens are prefilled again."""
+        """Gives up its pages and waits for its turn, by age; its tokens are prefilled again."""
         self._leave(seq)
-        self.waiting.appendleft(seq)
+        insort(self.waiting, seq, key=lambda s: s.arrival)
 
     def _leave(self, seq: Sequence) -> None:
         self.running.remove(seq)
