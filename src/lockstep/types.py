@@ -167,6 +167,7 @@ class Batch:
     max_seqlen: int
     returns: Tensor | None = None  # [N] float32, what a value head should predict
     values: Tensor | None = None  # [N] float32, what it predicted before the step
+    shared: Tensor | None = None  # [N] int64, the first place with the same token and the same past; None: no sharing
     routes: Tensor | None = None
 
     @property

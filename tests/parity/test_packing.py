@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -153,3 +154,28 @@ def test_packing_keeps_order_and_budget() -> None:
     assert batch.cu_seqlens.tolist() == [0, 40, 47]
     assert batch.positions.tolist() == [*range(40), *range(7)]
     assert batch.seq.tolist() == [0] * 40 + [1] * 7
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3 moe", "qwen3 sliding"])
+def test_a_shared_prompt_runs_once_and_nothing_changes(name: str) -> None:
+    """Two prompts with several answers each, one answer given twice: the same log-probs and gradients."""
+    _, learner = plain_and_learner(CONFIGS[name])
+    prompts, answers = rows((17, 9)), rows((5, 8, 3))
+    sequences = [join(prompt, answer) for prompt in prompts for answer in (*answers, answers[-1])]
+    batch = collate(sequences)
+    assert batch.shared is not None
+    num_run = int((batch.shared == torch.arange(len(batch.tokens))).sum())
+    assert num_run == 17 + 9 + 2 * (5 + 8 + 3)
+    slopes = torch.randn(len(batch.tokens), generator=torch.Generator().manual_seed(0))
+    results = []
+    for variant in (batch, replace(batch, shared=None)):
+        learner.zero_grad()
+        logp = score(learner, variant).logp
+        (logp * slopes).sum().backward()
+        results.append((logp.detach(), gradients(learner)))
+    torch.testing.assert_close(results[0], results[1], rtol=1e-4, atol=1e-5)
+
+
+def join(prompt: Row, answer: Row) -> Row:
+    tokens = torch.cat([prompt.tokens, answer.tokens])
+    return example_row(tokens, torch.arange(len(tokens)) >= len(prompt))

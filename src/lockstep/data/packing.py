@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -104,9 +105,31 @@ def collate(rows: Sequence[Row]) -> Batch:
         lag=torch.cat([row.lag for row in rows]),
         temperature=rows[0].temperature,
         max_seqlen=int(lengths.max()),
+        shared=shared_prefixes(rows),
         returns=_cat([row.returns for row in rows]),
         values=_cat([row.values for row in rows]),
     )
+
+
+def shared_prefixes(rows: Sequence[Row], worth: float = 0.1) -> Tensor | None:
+    """Where the tokens that a row begins with were seen before: answers to one prompt share it, so it runs once.
+
+    A token's activations depend on the tokens up to it alone, so sharing is exact. None if it would save too little.
+    """
+    parts = [torch.arange(len(rows[0]))]
+    offset = num_shared = 0
+    for before, row in pairwise(rows):
+        offset += len(before)
+        num = _common_prefix(before.tokens, row.tokens)
+        parts.append(torch.cat([parts[-1][:num], torch.arange(offset + num, offset + len(row))]))
+        num_shared += num
+    return torch.cat(parts) if num_shared > worth * (offset + len(rows[-1])) else None
+
+
+def _common_prefix(a: Tensor, b: Tensor) -> int:
+    length = min(len(a), len(b))
+    differ = a[:length] != b[:length]
+    return int(differ.int().argmax()) if differ.any() else length
 
 
 def _cat(parts: Sequence[Tensor | None]) -> Tensor | None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from lockstep.models.head import find_head
-from lockstep.models.varlen import Packed
+from lockstep.models.varlen import Packed, Shared
 from lockstep.types import Batch
 
 
@@ -26,10 +26,12 @@ def score(module: nn.Module, batch: Batch) -> Scores:
     `batch` must be on the module's device.
     """
     places = batch.mask.nonzero().squeeze(1)
-    packed = Packed(cu_seqlens=batch.cu_seqlens, max_seqlen=batch.max_seqlen)
-    with find_head(module).scoring(places - 1, batch.tokens[places], batch.temperature):
-        out = module(
-            input_ids=batch.tokens[None], position_ids=batch.positions[None], use_cache=False, lockstep=packed
-        ).logits[0]
+    rows, tokens, positions, shared = places - 1, batch.tokens, batch.positions, None
+    if batch.shared is not None:  # what sequences have in common runs once
+        shared = Shared.of(batch.shared)
+        rows, tokens, positions = shared.spread[rows], tokens[shared.kept], positions[shared.kept]
+    packed = Packed(cu_seqlens=batch.cu_seqlens, max_seqlen=batch.max_seqlen, shared=shared)
+    with find_head(module).scoring(rows, batch.tokens[places], batch.temperature):
+        out = module(input_ids=tokens[None], position_ids=positions[None], use_cache=False, lockstep=packed).logits[0]
     columns = [out.new_zeros(len(batch.tokens)).index_copy(0, places, column) for column in out.unbind(-1)]
     return Scores(columns[0], columns[1], columns[2] if len(columns) == 3 else None)

@@ -3,7 +3,10 @@
 Registered in transformers under the name `lockstep_varlen` and fed by one forward argument, `lockstep=Packed(…)`.
 No mask function is registered under that name, so transformers builds no mask: the lengths alone separate sequences.
 
-Shapes: N tokens of the batch, P padded places, B sequences of a bucket, L its longest, H heads, D head width.
+Tokens that sequences share (a prompt with several answers) go through the model once and are spread out only here.
+
+Shapes: N tokens of the sequences, K of them that run, P padded places, B sequences of a bucket, L its longest,
+H heads, D head width. Without sharing K = N.
 """
 
 from __future__ import annotations
@@ -25,30 +28,48 @@ NAME = "lockstep_varlen"
 IGNORED = frozenset({"position_ids", "use_cache", "cache_position", "past_key_values", "output_router_logits"})
 
 
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """Which tokens run through the model when sequences begin alike."""
+
+    kept: Tensor  # [K] the tokens that run
+    spread: Tensor  # [N] for every token, the one of the K that stands for it
+
+    @staticmethod
+    def of(first: Tensor) -> Shared:
+        """From `Batch.shared`, the first place with the same token and past."""
+        kept = (first == torch.arange(len(first), device=first.device)).nonzero().squeeze(1)
+        rank = torch.zeros_like(first).index_copy_(0, kept, torch.arange(len(kept), device=first.device))
+        return Shared(kept, rank[first])
+
+
 @dataclass(kw_only=True)
 class Packed:
     """What one forward of packed sequences needs to know; `calls` counts the attention layers that used it."""
 
-    cu_seqlens: Tensor  # [B+1] int32
+    cu_seqlens: Tensor  # [B+1] int32, of the sequences in full
     max_seqlen: int
+    shared: Shared | None = None
     calls: int = field(default=0)
 
     @cached_property
     def layout(self) -> Layout:
-        return Layout.of(self.cu_seqlens)
+        return Layout.of(self.cu_seqlens, self.shared)
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
     """Where every token goes when sequences are right-padded into buckets of similar length."""
 
-    gather: Tensor  # [P] which token fills a place; padding repeats token 0, which no real token attends to
-    scatter: Tensor  # [N] the place of every token
+    gather: Tensor  # [P] which of the K fills a place; padding repeats one, which no real token attends to
+    places: Tensor  # [N] the place of every token
+    take: Tensor  # [K] the place a token's result is taken from
+    spread: Tensor | None  # [N] as in Shared
     buckets: tuple[tuple[int, int, int], ...]  # (first place, sequences, longest) of each bucket
-    dense: bool  # nothing is padded or moved
+    dense: bool  # nothing is padded, moved or shared
 
     @staticmethod
-    def of(cu_seqlens: Tensor) -> Layout:
+    def of(cu_seqlens: Tensor, shared: Shared | None) -> Layout:
         offsets: list[int] = cu_seqlens.tolist()
         lengths = [end - start for start, end in pairwise(offsets)]
         buckets, places, first = [], torch.empty(offsets[-1], dtype=torch.long), 0
@@ -61,8 +82,10 @@ class Layout:
             first += len(members) * longest
         gather = torch.zeros(first, dtype=torch.long)
         gather[places] = torch.arange(len(places))
-        device = cu_seqlens.device
-        return Layout(gather.to(device), places.to(device), tuple(buckets), len(set(lengths)) == 1)
+        gather, places = gather.to(cu_seqlens.device), places.to(cu_seqlens.device)
+        if shared is None:
+            return Layout(gather, places, places, None, tuple(buckets), len(set(lengths)) == 1)
+        return Layout(shared.spread[gather], places, places[shared.kept], shared.spread, tuple(buckets), False)
 
 
 def group_lengths(lengths: Sequence[int], waste: float = 0.5, floor: int = 64) -> list[list[int]]:
@@ -79,7 +102,7 @@ def group_lengths(lengths: Sequence[int], waste: float = 0.5, floor: int = 64) -
 
 def attention(
     module: nn.Module,
-    query: Tensor,  # [1, H, N, D]
+    query: Tensor,  # [1, H, K, D]
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
@@ -90,13 +113,13 @@ def attention(
     lockstep: Packed | None = None,
     **extra: Any,
 ) -> tuple[Tensor, None]:
-    """The function transformers calls in every layer; returns [1, N, H, D]."""
+    """The function transformers calls in every layer; returns [1, K, H, D]."""
     if lockstep is None:
         raise ValueError(f"{NAME} needs the forward argument `lockstep`: call the learner's model through `score`")
     _refuse_unsupported(module, attention_mask, dropout, is_causal, extra)
     lockstep.calls += 1
     window = sliding_window if sliding_window is not None and sliding_window < lockstep.max_seqlen else None
-    q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))  # [N, H, D]
+    q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))  # [K, H, D]
     fast = q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] == v.shape[-1]
     run = _fused if fast else _padded
     return run(q, k, v, lockstep, scaling, window).unsqueeze(0), None
@@ -120,7 +143,9 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, packed: Packed, scale: float | None,
     """PyTorch's variable-length flash attention."""
     from torch.nn.attention.varlen import varlen_attn
 
-    cu = packed.cu_seqlens
+    cu, shared = packed.cu_seqlens, packed.shared
+    if shared is not None:
+        q, k, v = (x.index_select(0, shared.spread) for x in (q, k, v))
     repeat = q.shape[1] // k.shape[1]
     options = _fused_options(frozenset(inspect.signature(varlen_attn).parameters), window)
     if "enable_gqa" in options:
@@ -129,7 +154,7 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, packed: Packed, scale: float | None,
         k, v = (x.repeat_interleave(repeat, dim=1) for x in (k, v))
     out = varlen_attn(q, k, v, cu, cu, packed.max_seqlen, packed.max_seqlen, scale=scale, **options)
     assert isinstance(out, Tensor)
-    return out
+    return out if shared is None else out.index_select(0, shared.kept)
 
 
 def _fused_options(parameters: frozenset[str], window: int | None) -> dict[str, Any]:
@@ -145,13 +170,13 @@ def _fused_options(parameters: frozenset[str], window: int | None) -> dict[str, 
 def _padded(q: Tensor, k: Tensor, v: Tensor, packed: Packed, scale: float | None, window: int | None) -> Tensor:
     """One causal SDPA per bucket. Padding is on the right, so causality alone keeps it out of sight."""
     layout = packed.layout
-    q, k, v = (x if layout.dense else _Pad.apply(x, layout.gather, layout.scatter) for x in (q, k, v))
+    q, k, v = (x if layout.dense else _Pad.apply(x, layout) for x in (q, k, v))
     parts = []
     for first, num, longest in layout.buckets:
         places = slice(first, first + num * longest)
         parts.append(_bucket(q[places], k[places], v[places], longest, scale, window))
     out = parts[0] if len(parts) == 1 else torch.cat(parts)
-    return out if layout.dense else _Unpad.apply(out, layout.scatter)
+    return out if layout.dense else _Unpad.apply(out, layout.take)
 
 
 def _bucket(q: Tensor, k: Tensor, v: Tensor, longest: int, scale: float | None, window: int | None) -> Tensor:
@@ -167,26 +192,29 @@ def _bucket(q: Tensor, k: Tensor, v: Tensor, longest: int, scale: float | None, 
 
 
 class _Pad(torch.autograd.Function):
-    """[N, …] to [P, …]. Padding never influences a real token, so its gradient is dropped unread."""
+    """[K, …] to [P, …]. Padding never influences a real token, so its gradient is dropped unread."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, gather: Tensor, scatter: Tensor) -> Tensor:
-        ctx.save_for_backward(scatter)
-        return x.index_select(0, gather)
+    def forward(ctx: Any, x: Tensor, layout: Layout) -> Tensor:
+        ctx.layout, ctx.tokens = layout, len(x)
+        return x.index_select(0, layout.gather)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return grads[0].index_select(0, ctx.saved_tensors[0]), None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        real = grads[0].index_select(0, ctx.layout.places)
+        if ctx.layout.spread is None:
+            return real, None
+        return real.new_zeros(ctx.tokens, *real.shape[1:]).index_add_(0, ctx.layout.spread, real), None
 
 
 class _Unpad(torch.autograd.Function):
-    """[P, …] to [N, …]."""
+    """[P, …] to [K, …]."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, scatter: Tensor) -> Tensor:
-        ctx.save_for_backward(scatter)
+    def forward(ctx: Any, x: Tensor, take: Tensor) -> Tensor:
+        ctx.save_for_backward(take)
         ctx.places = x.shape[0]
-        return x.index_select(0, scatter)
+        return x.index_select(0, take)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
