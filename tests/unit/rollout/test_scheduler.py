@@ -1,0 +1,203 @@
+"""Pages and scheduling under random load, with a model that is only arithmetic on the token history."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine_support import ask
+from lockstep.rollout.pages import PagePool
+from lockstep.rollout.scheduler import Plan, Scheduler
+from lockstep.rollout.sequence import Sequence
+from lockstep.types import StopReason
+
+PAGE = 4
+
+
+@dataclass
+class Shadow:
+    """Checks every step against what the pages really hold: which (version, tokens up to here) wrote each slot."""
+
+    scheduler: Scheduler
+    slots: dict[tuple[int, int], tuple[int, tuple[int, ...]]] = field(default_factory=dict)
+    finished: list[Sequence] = field(default_factory=list)
+    computed: int = 0
+
+    def step(self) -> None:
+        plan = self.scheduler.schedule()
+        self._check_plan(plan)
+        for chunk in plan.chunks:
+            self._write(chunk.seq, chunk.start, chunk.end)
+            self.computed += chunk.end - chunk.start
+        drawn = [sum(c.seq.tokens) % 7 for c in plan.chunks if c.samples]
+        self.finished += self.scheduler.commit(plan, drawn, [0.0] * len(drawn), _stopped)
+        self.check()
+
+    def run(self, limit: int = 3000) -> None:
+        while not self.scheduler.idle:
+            self.step()
+            limit -= 1
+            assert limit, "the scheduler makes no progress"
+
+    def _check_plan(self, plan: Plan) -> None:
+        chunks = plan.chunks
+        assert chunks, "an empty step although there is work"
+        assert len({id(c.seq) for c in chunks}) == len(chunks), "a sequence twice in one step"
+        assert sum(c.end - c.start for c in chunks) <= self.scheduler.max_step_tokens
+        assert all(c.end == c.start + 1 == len(c.seq.tokens) for c in plan.decode)
+        oldest = min(self.scheduler.running, key=lambda s: s.arrival)
+        assert any(c.seq is oldest for c in chunks), "the oldest is always served"
+
+    def _write(self, seq: Sequence, start: int, end: int) -> None:
+        for position in range(start, end):
+            slot = (seq.pages[position // PAGE], position % PAGE)
+            self.slots[slot] = (self.scheduler.version, tuple(seq.tokens[: position + 1]))
+
+    def check(self) -> None:
+        pool, scheduler = self.scheduler.pool, self.scheduler
+        users = [0] * pool.num_pages
+        for seq in scheduler.running:
+            assert len(seq.pages) == len(set(seq.pages))
+            for page in seq.pages:
+                users[page] += 1
+            for position in range(seq.num_computed):  # every key is this sequence's own, or an equal prefix
+                version, tokens = self.slots[seq.pages[position // PAGE], position % PAGE]
+                assert tokens == tuple(seq.tokens[: position + 1])
+                assert seq.node is None or version == scheduler.version, "a shared page of another version"
+        assert users == pool._users, "a page is leaked or freed too early"
+        assert sorted(pool._free) == [p for p in range(pool.num_pages) if not users[p] and p not in pool._node_of_page]
+        assert set(pool._unused) == {p for p in pool._node_of_page if not users[p]}
+        for node in pool._nodes.values():
+            version, tokens = self.slots[node.page, PAGE - 1]
+            assert version == scheduler.version, "the cache holds a page of another version"
+            assert tokens[-PAGE:] == node.key[1]
+        for queue in (scheduler.running, scheduler.waiting):
+            assert [s.arrival for s in queue] == sorted(s.arrival for s in queue)
+        rows = [s.row for s in scheduler.running]
+        assert sorted(rows + scheduler._rows) == list(range(scheduler.max_seqs))
+
+
+def _stopped(seq: Sequence) -> StopReason | None:
+    return StopReason.LENGTH if len(seq.logp) >= seq.request.params.max_tokens else None
+
+
+def make(num_pages: int = 64, max_seqs: int = 8, step_tokens: int = 64) -> Shadow:
+    return Shadow(Scheduler(PagePool(num_pages, PAGE), max_seqs=max_seqs, max_step_tokens=step_tokens))
+
+
+def sequences(*specs: tuple[list[int], int], first: int = 0) -> list[Sequence]:
+    return [Sequence.of(ask(f"{i}", t, n), i) for i, (t, n) in enumerate(specs, start=first)]
+
+
+LOAD = st.lists(
+    st.tuples(
+        st.lists(st.integers(0, 1), min_size=1, max_size=20),  # two letters: many equal prefixes
+        st.integers(1, 12),  # tokens to sample
+        st.sampled_from(["", "", "", "abort", "new", "new_recompute", "forget"]),  # what happens after it was added
+        st.integers(0, 4),  # steps before the next
+    ),
+    max_size=12,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(load=LOAD, num_pages=st.integers(8, 24), max_seqs=st.integers(1, 5), step_tokens=st.integers(5, 24))
+def test_random_load(
+    load: list[tuple[list[int], int, str, int]], num_pages: int, max_seqs: int, step_tokens: int
+) -> None:
+    """Nothing leaks, nothing is shared wrongly, everything ends, whatever comes."""
+    shadow = make(num_pages, max_seqs, step_tokens)
+    scheduler, aborted = shadow.scheduler, []
+    for arrival, (tokens, max_tokens, event, steps) in enumerate(load):
+        scheduler.add(sequences((tokens, max_tokens), first=arrival))
+        if event == "abort":
+            aborted += scheduler.abort({str(arrival // 2), "unknown"})
+        elif event.startswith("new"):
+            scheduler.new_version(scheduler.version + 1, recompute=event == "new_recompute")
+        elif event == "forget":
+            scheduler.forget_prefixes()
+        shadow.check()
+        for _ in range(steps):
+            if not scheduler.idle:
+                shadow.step()
+    shadow.run()
+    ended = sorted(int(s.request.uid) for s in (*shadow.finished, *aborted))
+    assert ended == list(range(len(load)))
+    assert all(len(s.versions) == len(s.logp) == len(s.tokens) - s.num_prompt for s in shadow.finished)
+    assert all(s.versions == sorted(s.versions) for s in shadow.finished)
+    assert all(len(s.logp) == s.request.params.max_tokens for s in shadow.finished)
+    assert scheduler.pool.num_available == num_pages
+
+
+def test_a_group_computes_its_prompt_once() -> None:
+    """Eight answers to a prompt of 21 tokens: five full pages once, and the rest of each on its own."""
+    shadow = make()
+    shadow.scheduler.add(sequences(*[([*range(21)], 2)] * 8))
+    shadow.run()
+    counters = shadow.scheduler.counters
+    assert counters.prompt_tokens == 8 * 21
+    assert counters.prefix_hit_tokens == 7 * 20
+    assert shadow.computed == 20 + 8 * (1 + 1)
+
+
+def test_siblings_wait_for_a_prompt_that_is_prefilled_in_chunks() -> None:
+    shadow = make(step_tokens=8)
+    shadow.scheduler.add(sequences(*[([*range(29)], 1)] * 4))
+    shadow.run()
+    assert shadow.computed == 28 + 4
+
+
+def test_the_cache_survives_its_owner_until_pages_are_needed() -> None:
+    shadow = make(num_pages=8)
+    scheduler = shadow.scheduler
+    scheduler.add(sequences(([*range(13)], 1)))
+    shadow.run()
+    scheduler.add(sequences(([*range(13), 99], 1), first=1))
+    shadow.run()
+    assert scheduler.counters.prefix_hit_tokens == 12
+    scheduler.add(sequences(([*range(50, 80)], 1), first=2))  # needs all eight pages
+    shadow.run()
+    scheduler.add(sequences(([*range(13)], 1), first=3))
+    shadow.run()
+    assert scheduler.counters.prefix_hit_tokens == 12
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_new_weights_void_the_cache(recompute: bool) -> None:
+    shadow = make()
+    scheduler = shadow.scheduler
+    scheduler.add(sequences(([*range(13)], 6)))
+    shadow.step()
+    scheduler.new_version(1, recompute=recompute)
+    scheduler.add(sequences(([*range(13)], 6), first=1))
+    shadow.run()
+    hits = scheduler.counters.prefix_hit_tokens
+    assert hits == (12 if recompute else 0)  # recomputed under the new weights it may be shared; mixed it may not
+    assert [s.versions for s in shadow.finished] == [[0] + [1] * 5, [1] * 6]
+
+
+def test_one_without_pages_gives_way_to_the_older() -> None:
+    shadow = make(num_pages=8)
+    shadow.scheduler.add(sequences(([1] * 8, 20), ([2] * 8, 20)))
+    shadow.run()
+    assert [s.arrival for s in shadow.finished] == [0, 1]
+    assert shadow.scheduler.counters.preemptions >= 1
+
+
+def test_older_requests_start_first() -> None:
+    shadow = make(max_seqs=2)
+    shadow.scheduler.add(sequences(*[([i] * 5, 3) for i in range(6)]))
+    shadow.run()
+    assert [s.arrival for s in shadow.finished] == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_page_is_never_released_twice() -> None:
+    pool = PagePool(2, PAGE)
+    page = pool.take()
+    assert page is not None
+    pool.release([page])
+    with pytest.raises(AssertionError, match="released twice"):
+        pool.release([page])
