@@ -1,6 +1,6 @@
 """The pieces of objective = reduce(correction · surrogate), each a frozen dataclass in a file of its own.
 
-Symbols are those of docs/math.md: ℓ `logp` carries the gradient, ℓp `logp_prox` and ℓb `logp_behav` are frozen.
+Symbols: ℓ `logp` carries the gradient, ℓp `logp_prox` and ℓb `logp_behav` are frozen.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ class Layout:
     places: Tensor  # [N] the place of every token
     take: Tensor  # [K] the place a token's result is taken from
     spread: Tensor | None  # [N] as in Shared
-    buckets: tuple[tuple[int, int, int], ...]  # (first place, sequences, longest) of each bucket
+    buckets: tuple[tuple[int, int], ...]  # (sequences, longest) of each bucket, in the order of places
     dense: bool  # nothing is padded, moved or shared
 
     @staticmethod
@@ -78,7 +78,7 @@ class Layout:
             for slot, i in enumerate(members):
                 start = first + slot * longest
                 places[offsets[i] : offsets[i + 1]] = torch.arange(start, start + lengths[i])
-            buckets.append((first, len(members), longest))
+            buckets.append((len(members), longest))
             first += len(members) * longest
         gather = torch.zeros(first, dtype=torch.long)
         gather[places] = torch.arange(len(places))
@@ -171,10 +171,9 @@ def _padded(q: Tensor, k: Tensor, v: Tensor, packed: Packed, scale: float | None
     """One causal SDPA per bucket. Padding is on the right, so causality alone keeps it out of sight."""
     layout = packed.layout
     q, k, v = (x if layout.dense else _Pad.apply(x, layout) for x in (q, k, v))
-    parts = []
-    for first, num, longest in layout.buckets:
-        places = slice(first, first + num * longest)
-        parts.append(_bucket(q[places], k[places], v[places], longest, scale, window))
+    sizes = [num * longest for num, longest in layout.buckets]
+    pieces = zip(*(x.split(sizes) if len(sizes) > 1 else [x] for x in (q, k, v)), layout.buckets, strict=True)
+    parts = [_bucket(q, k, v, longest, scale, window) for q, k, v, (_, longest) in pieces]
     out = parts[0] if len(parts) == 1 else torch.cat(parts)
     return out if layout.dense else _Unpad.apply(out, layout.take)
 

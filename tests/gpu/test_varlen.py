@@ -1,0 +1,72 @@
+"""On a GPU: the fused variable-length attention against the padded one, in a whole model, with gradients."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from lockstep.data.packing import collate, example_row
+from lockstep.learner.scoring import score
+from lockstep.models import varlen
+from lockstep.models.head import install_head
+from lockstep.types import Batch
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+def make_batch() -> Batch:
+    generator = torch.Generator().manual_seed(0)
+    rows = []
+    for prompt_length in (40, 200, 3):
+        prompt = torch.randint(997, (prompt_length,), generator=generator)
+        for length in (5, 130, 64):
+            tokens = torch.cat([prompt, torch.randint(997, (length,), generator=generator)])
+            rows.append(example_row(tokens, torch.arange(len(tokens)) >= prompt_length))
+    return collate(rows).to(torch.device("cuda"))
+
+
+def run(batch: Batch, dtype: torch.dtype, window: int | None) -> tuple[Tensor, Tensor]:
+    """Log-probs, and the gradient of the embedding, which every layer contributes to."""
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=997,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=3,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=64,
+        use_sliding_window=window is not None,
+        sliding_window=window,
+        max_window_layers=1,
+        attn_implementation=varlen.NAME,
+    )
+    module = Qwen3ForCausalLM(config).eval().to("cuda", dtype)
+    install_head(module)
+    logp = score(module, batch).logp
+    logp.sum().backward()
+    gradient = module.get_input_embeddings().weight.grad
+    assert isinstance(gradient, Tensor)
+    return logp.detach(), gradient.float()
+
+
+@pytest.mark.parametrize("window", [None, 16])
+@pytest.mark.parametrize("share", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_fused_equals_padded(window: int | None, share: bool, dtype: torch.dtype) -> None:
+    batch = make_batch()
+    assert batch.shared is not None
+    exact, exact_gradient = run(replace(batch, shared=None), torch.float32, window)
+    fused, gradient = run(batch if share else replace(batch, shared=None), dtype, window)
+    assert (fused - exact).abs().mean() < 0.02
+    assert (gradient - exact_gradient).norm() < 0.05 * exact_gradient.norm()
+
+
+def test_float32_takes_the_padded_path_with_shared_prompts() -> None:
+    batch = make_batch()
+    a, b = run(batch, torch.float32, None), run(replace(batch, shared=None), torch.float32, None)
+    torch.testing.assert_close(a[0], b[0], rtol=1e-3, atol=1e-3)
