@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 CHUNK_ELEMENTS = {"cpu": 2**21, "cuda": 2**27}  # logits held at once: cache-sized on a CPU, launch-bound on a GPU
+MIN_ROWS = 256  # every chunk reads and adds to the whole weight once, which fewer rows do not pay for
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +123,7 @@ def _add_outer(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def _chunks(h: Tensor, W: Tensor) -> Iterator[slice]:
-    size = max(1, CHUNK_ELEMENTS.get(h.device.type, 2**24) // W.shape[0])
+    size = max(MIN_ROWS, CHUNK_ELEMENTS.get(h.device.type, 2**24) // W.shape[0])
     return (slice(i, i + size) for i in range(0, len(h), size))
 
 

@@ -199,3 +199,17 @@ def test_the_local_learner_takes_groups_off_the_bus_and_publishes_versions(tmp_p
         assert same(saved, core.weights())
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_low_precision_learns_what_float32_learns(dtype: str) -> None:
+    exact, rounded = make_core(DAPO), make_core(DAPO, {"dtype": dtype})
+    before = snapshot(exact)
+    a, b = run_step(exact, make_groups()), run_step(rounded, make_groups())
+    assert b["policy/grad_norm"] == pytest.approx(a["policy/grad_norm"], rel=0.05)
+    weights = rounded.weights()
+    assert {tensor.dtype for tensor in weights.values()} == {getattr(torch, dtype)}
+    masters = dict(rounded.updater.masters.named_parameters())
+    for name, tensor in exact.weights().items():
+        learned, found = tensor - before[name], masters[name] - before[name]
+        assert (found - learned).norm() < 0.2 * learned.norm() + 1e-3 * before[name].norm(), name
