@@ -29,6 +29,11 @@ def load_tables(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
         raise ConfigError(f"cannot read {path}: {error}") from None
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from None
+    return override_tables(tables, overrides)
+
+
+def override_tables(tables: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """`tables` with every `a.b=c` applied, in place."""
     for override in overrides:
         _apply(tables, override)
     return tables
@@ -49,18 +54,18 @@ def _apply(tables: dict[str, Any], override: str) -> None:
     table: Any = tables
     for parent in parents:
         table = table.setdefault(parent, {})
-        if isinstance(table, str):
+        if not isinstance(table, dict):
             raise ConfigError(f"override {override!r}: {parent} is the plain value {table!r} there, not a table")
-    if isinstance(table, dict):
-        table[leaf] = parse_value(raw)
+    table[leaf] = parse_value(raw)
 
 
 def parse_value(raw: str) -> Any:
     """A TOML value if it is one (`3`, `1e-4`, `true`, `[1, 2]`), else the text itself."""
     try:
-        return tomllib.loads(f"value = {raw}")["value"]
+        table = tomllib.loads(f"value = {raw}")
     except tomllib.TOMLDecodeError:
         return raw
+    return table["value"] if len(table) == 1 else raw
 
 
 def _explain(model: type[BaseModel], error: Any, origin: str) -> str:

@@ -45,18 +45,28 @@ def _load_foreign(name: str) -> type:
     path = Path(place)
     try:
         module = _load_file(path) if path.suffix == ".py" else import_module(place)
-        return getattr(module, attribute)
-    except (ImportError, FileNotFoundError, AttributeError) as error:
-        raise ConfigError(f"cannot load {name!r}: {error}") from None
+        found = getattr(module, attribute)
+    except Exception as error:  # the file is the user's: whatever it raises is theirs to read
+        raise ConfigError(f"cannot load {name!r}: {error}") from error
+    if not isinstance(found, type):
+        raise ConfigError(f"cannot load {name!r}: {attribute} is not a class")
+    return found
 
 
 def _load_file(path: Path) -> ModuleType:
-    spec = spec_from_file_location(path.stem, path)
+    """The module of a file, run once. It goes by its path, so that no file can take a library's name."""
+    name = str(path.resolve())
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
-    module = module_from_spec(spec)
-    sys.modules[path.stem] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
+    module = sys.modules[name] = module_from_spec(spec)  # dataclasses look their module up
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
     return module
 
 

@@ -1,10 +1,15 @@
 """How far sampling may run ahead of learning, and which groups a step consumes.
 
 lag = learner version − version a group was admitted at. Admission counts work in flight: a group starts only while
-fewer than (version + max_staleness + 1) · batch groups were admitted. A step must take every group that would otherwise
-become too old, and waits for it; the places left go to whatever is ready. Admitted at version ≤ v − s there are at most
-(v+1)·batch groups, v·batch of which are consumed when step v begins: the ones that are due always fit, so the bound
-holds whatever the delays are, and nothing is dropped for being late.
+fewer than (version + s + 1) · batch groups were admitted, s = max_staleness. A group admitted at version a is due by
+step a + s. A step takes whatever is ready, oldest first, as long as those still being sampled all keep a place before
+they are due; otherwise it waits for them.
+
+Why that bounds the lag: let n(d) be the groups not yet consumed that are due by step d, and c(d) the places from now to
+step d. Always n(d) ≤ c(d): taking a group due later is refused where it would break this (`_leaves_room`), taking one
+due by d lowers both sides by one, and admission keeps it for d ≥ version + s, where groups admitted by d − s number at
+most (d+1) · batch, all places there are up to step d. So it holds whatever the delays, and nothing is dropped for
+being late.
 """
 
 from __future__ import annotations
@@ -95,8 +100,12 @@ class Gate:
             first = min([*self._in_flight, *self._ready], default=None)
             return first if first in self._ready else None
         oldest = min(self._ready, key=lambda i: (self._ready[i], i), default=None)
-        if oldest is None:
-            return None
-        due = self.version - self.max_staleness
-        awaited = sum(version <= due for version in self._in_flight.values())
-        return oldest if self._ready[oldest] <= due or places > awaited else None
+        return oldest if oldest is not None and self._leaves_room(self._ready[oldest], places) else None
+
+    def _leaves_room(self, admitted: int, places: int) -> bool:
+        """Whether older groups in flight still fit before they are due if one admitted at `admitted` is taken now."""
+        older = sorted(version for version in self._in_flight.values() if version < admitted)
+        return all(
+            number < places + (version + self.max_staleness - self.version) * self.batch
+            for number, version in enumerate(older, start=1)
+        )

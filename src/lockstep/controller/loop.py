@@ -100,6 +100,7 @@ class Controller:
         self._failure: BaseException | None = None
         self._started = time.monotonic() - progress.train_seconds
         self._saved_step = progress.step if progress.step else -1
+        self._best_step = -1  # where this run saw its best evaluation
 
     async def run(self) -> Progress:
         """consumes: prompts · waits for: rollouts and the learner · unblocked by: the gate, a stop, any failure"""
@@ -123,8 +124,9 @@ class Controller:
 
     async def _before_first_step(self) -> None:
         if self.progress.step == 0:
-            best = self.roles.evaluate is not None and await self._evaluate()
-            await self._save(best=best)
+            if self.roles.evaluate is not None:
+                await self._evaluate()
+            await self._save()
 
     async def _train(self) -> None:
         while self.progress.step < self.config.steps:
@@ -200,7 +202,7 @@ class Controller:
             times["time/eval"] = time.monotonic() - started
         if best or _due(step, self.checkpoint.every):
             started = time.monotonic()
-            await self._save(best=best)
+            await self._save()
             times["time/save"] = time.monotonic() - started
         return times
 
@@ -213,12 +215,14 @@ class Controller:
         best = self.progress.best is None or metrics["eval/accuracy"] > self.progress.best
         if best:
             self.progress = replace(self.progress, best=metrics["eval/accuracy"])
+            self._best_step = self.progress.step
         return best
 
-    async def _save(self, *, best: bool = False, final: bool = False) -> None:
+    async def _save(self, *, final: bool = False) -> None:
         """A disk that is full costs a checkpoint, not the run: it goes on and tries again, unless this is the end."""
         if final and self._saved_step == self.progress.step:
             return
+        best = self._best_step == self.progress.step
         try:
             await self.roles.checkpoints.save(self.progress, self.roles.learner.save, best=best)
             self._saved_step = self.progress.step
