@@ -26,7 +26,11 @@ from lockstep.report.run_folder import RunFolder
 
 
 class Interrupted(Exception):  # noqa: N818 - not an error
-    """The run was stopped by a signal; everything is saved."""
+    """The run in `root` was stopped by a signal; everything is saved."""
+
+    def __init__(self, root: Path, progress: Progress, steps: int) -> None:
+        super().__init__(f"stopped after step {progress.step} of {steps}")
+        self.root = root
 
 
 def train(recipe: Recipe, root: Path, *, resume: bool = False, plain: bool = False) -> Progress:
@@ -42,7 +46,7 @@ def train(recipe: Recipe, root: Path, *, resume: bool = False, plain: bool = Fal
         progress = asyncio.run(run.main(found))
     write_report(folder)
     if progress.step < recipe.train.steps:
-        raise Interrupted(f"stopped after step {progress.step} of {recipe.train.steps}")
+        raise Interrupted(root, progress, recipe.train.steps)
     return progress
 
 

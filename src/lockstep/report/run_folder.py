@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config import ConfigError
-from lockstep.report.checkpoints import Checkpoints
 from lockstep.report.jsonl import Row, keep_rows, read, write_atomically
 
 _CLOCK = frozenset({"step", "time", "wall"})
@@ -75,8 +74,8 @@ class RunFolder:
         return self.root / "events.jsonl"
 
     @property
-    def checkpoints(self) -> Checkpoints:
-        return Checkpoints(self.root / "checkpoints")
+    def checkpoints(self) -> Path:
+        return self.root / "checkpoints"
 
     @property
     def plots(self) -> Path:

@@ -1,0 +1,136 @@
+"""The commands, each a few lines over assembly/ and report/. Heavy imports wait until a command runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+app = typer.Typer(
+    name="lockstep",
+    help="Reinforcement-learning post-training of language models, with sampler and learner in lockstep.\n\n"
+    "Start with `lockstep train quickstart`, then look at runs/quickstart/report.html. A recipe is a TOML file; "
+    "`lockstep recipes` lists the ones that come along, and any key can be set on the command line: "
+    "`lockstep train quickstart train.steps=50 learner.learning_rate=1e-4`.\n\n"
+    "Exit codes: 0 done, 1 the run failed, 2 bad input, 130 stopped on request (saved, can be resumed).",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+)
+console = Console()
+
+RecipeArgument = Annotated[str | None, typer.Argument(help="a recipe's name (see `lockstep recipes`) or a TOML file")]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="[a.b=c]...", help="keys of the recipe, set to other values")
+]
+RunsOption = Annotated[Path, typer.Option("--runs", help="folder that holds the runs")]
+
+
+@app.command()
+def train(
+    recipe: RecipeArgument = None,
+    overrides: Overrides = None,
+    resume: Annotated[Path | None, typer.Option(help="go on with this run from its last checkpoint")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="print the resolved config and a memory estimate")] = False,
+    plain: Annotated[bool, typer.Option("--plain", help="one line per step instead of the live view")] = False,
+    runs: RunsOption = Path("runs"),
+) -> None:
+    """Train a model: a checkpoint and a reward go in, a better checkpoint comes out.
+
+    The run is kept in runs/NAME: config, metrics, samples with their rewards and reasons, checkpoints in Hugging Face
+    format, and report.html. Ctrl-C saves and stops; `--resume runs/NAME` goes on, also after a crash.
+
+    Examples:
+
+    * `lockstep train quickstart`
+    * `lockstep train my.toml name=trial-2 train.max_staleness=1`
+    * `lockstep train --resume runs/trial-2`
+    """
+    from lockstep.cli import training
+
+    training.train(recipe, overrides or [], resume=resume, dry_run=dry_run, plain=plain, runs=runs, console=console)
+
+
+@app.command("eval")
+def evaluate(
+    checkpoint: Annotated[
+        str, typer.Argument(help="a run (its best checkpoint is taken), or a Hugging Face checkpoint")
+    ],
+    overrides: Overrides = None,
+    recipe: Annotated[str | None, typer.Option(help="recipe that names the task; not needed for a run")] = None,
+    show: Annotated[int, typer.Option(help="print this many answers with the reward's reasons")] = 3,
+) -> None:
+    """Evaluate a checkpoint on a task's held-out problems: greedy accuracy, and avg@k / pass@k with `eval.k=8`.
+
+    Examples:
+
+    * `lockstep eval runs/quickstart eval.k=8`
+    * `lockstep eval path/to/model --recipe gsm8k`
+    """
+    from lockstep.cli import inference
+
+    inference.evaluate(checkpoint, overrides or [], recipe=recipe, show=show, console=console)
+
+
+@app.command()
+def generate(
+    checkpoint: Annotated[
+        str, typer.Argument(help="a run (its best checkpoint is taken), or a Hugging Face checkpoint")
+    ],
+    prompts: Annotated[list[str], typer.Argument(help="what to ask, one or more")],
+    max_tokens: Annotated[int, typer.Option(help="longest answer")] = 128,
+    temperature: Annotated[float, typer.Option(help="0 is greedy")] = 0.0,
+    num: Annotated[int, typer.Option("-n", help="answers per prompt")] = 1,
+    seed: Annotated[int, typer.Option(help="of the sampled answers")] = 0,
+) -> None:
+    """Ask a checkpoint something.
+
+    Example: `lockstep generate runs/quickstart "7+5-9=" "1+2+3="`
+    """
+    from lockstep.cli import inference
+
+    inference.generate(
+        checkpoint, prompts, max_tokens=max_tokens, temperature=temperature, num=num, seed=seed, console=console
+    )
+
+
+@app.command()
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="one run, or several to compare")],
+    out: Annotated[Path, typer.Option(help="where a comparison is written")] = Path("comparison.html"),
+) -> None:
+    """Draw a run (report.html and plots/ in its folder), or several on the same axes."""
+    from lockstep.report.page import write_comparison, write_report
+    from lockstep.report.run_folder import RunFolder
+
+    folders = [RunFolder.open(run) for run in runs]
+    path = write_report(folders[0]) if len(folders) == 1 else write_comparison(folders, out)
+    console.print(f"wrote {path}", highlight=False)
+
+
+@app.command()
+def recipes(
+    name: Annotated[str | None, typer.Argument(help="print this recipe")] = None,
+) -> None:
+    """List the recipes that come along, or print one: `lockstep recipes quickstart > my.toml`."""
+    from lockstep.cli import recipe_files
+
+    if name:
+        console.print(recipe_files.find(name).read_text(), end="", markup=False, highlight=False, soft_wrap=True)
+        return
+    for path in recipe_files.packaged():
+        console.print(f"[bold]{path.stem:16}[/bold] {recipe_files.first_comment(path)}", highlight=False)
+
+
+@app.command()
+def doctor() -> None:
+    """Say what is installed, which device would be used and in which precision, and why not something faster."""
+    from lockstep.cli.doctor import examine
+
+    examine(console)
+
+
+bench = typer.Typer(help="Measure Lockstep side by side with others, on this machine.", no_args_is_help=True)
+app.add_typer(bench, name="bench")

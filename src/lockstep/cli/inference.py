@@ -1,0 +1,125 @@
+"""`lockstep eval` and `lockstep generate`: the engine without a learner."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from lockstep.assembly.recipe import Recipe
+from lockstep.assembly.roles import Sampling, load_model
+from lockstep.cli import recipe_files
+from lockstep.config import ConfigError, load
+from lockstep.config.loading import override_tables, validate
+from lockstep.data.chat import render_prompt, response_text
+from lockstep.report.run_folder import RunFolder
+from lockstep.types import Message, Request, Sample, Trajectory
+
+
+def evaluate(checkpoint: str, overrides: Sequence[str], *, recipe: str | None, show: int, console: Console) -> None:
+    path, chosen = _checkpoint_and_recipe(checkpoint, overrides, recipe)
+    if not chosen.eval.samples:
+        raise ConfigError("eval.samples is 0: there is nothing to evaluate")
+    shown: list[tuple[Sample, Trajectory]] = []
+
+    def keep(sample: Sample, answer: Trajectory) -> None:
+        if len(shown) < show:
+            shown.append((sample, answer))
+
+    async def run() -> dict[str, float]:
+        roles = Sampling(chosen, load_model(chosen, path))
+        try:
+            evaluator = roles.evaluator(lambda text: console.print(f"[yellow]{text}[/yellow]"))
+            assert evaluator is not None
+            with console.status(f"evaluating {len(evaluator.samples)} held-out problems"):
+                return await evaluator.run(keep)
+        finally:
+            await roles.close()
+
+    metrics = asyncio.run(run())
+    for sample, answer in shown:
+        console.print(f"\n[bold]{sample.messages[-1].content}[/bold]\n{answer.text}", highlight=False)
+        console.print(f"[dim]{answer.verdict.value}: {'; '.join(answer.verdict.reasons)}[/dim]", highlight=False)
+    table = Table(title=f"{path} on {chosen.task.name}", show_header=False)
+    for name, value in metrics.items():
+        table.add_row(name, f"{value:.4g}")
+    console.print(table)
+
+
+def generate(
+    checkpoint: str,
+    prompts: Sequence[str],
+    *,
+    max_tokens: int,
+    temperature: float,
+    num: int,
+    seed: int,
+    console: Console,
+) -> None:
+    path = _resolve(checkpoint)
+    rollout = {"max_tokens": max_tokens, "temperature": temperature}
+    chosen = validate(Recipe, _ask_only(path) | {"rollout": rollout}, "command line")
+
+    async def run() -> None:
+        loaded = load_model(chosen)
+        roles = Sampling(chosen, loaded)
+        requests = [
+            Request(
+                uid=f"{number}/{n}",
+                tokens=tuple(render_prompt(loaded.tokenizer, [Message("user", prompt)])),
+                params=replace(chosen.rollout.params(), seed=seed + n),
+            )
+            for number, prompt in enumerate(prompts)
+            for n in range(num)
+        ]
+        try:
+            async for done in roles.engine.generate(requests):
+                prompt = prompts[int(done.uid.split("/")[0])]
+                text = response_text(loaded.tokenizer, done.tokens)
+                console.print(f"[bold]{prompt}[/bold] {text} [dim]({done.stop_reason})[/dim]", highlight=False)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+        finally:
+            await roles.close()
+
+    asyncio.run(run())
+
+
+def _checkpoint_and_recipe(checkpoint: str, overrides: Sequence[str], recipe: str | None) -> tuple[Path, Recipe]:
+    path = _resolve(checkpoint)
+    if recipe is not None:
+        tables = load(Recipe, recipe_files.find(recipe), overrides)
+        return path, tables
+    if not _is_run(checkpoint):
+        raise ConfigError(f"{checkpoint} is not a run: name the task with --recipe")
+    folder = RunFolder.open(Path(checkpoint))
+    return path, validate(Recipe, override_tables(folder.read_config(), overrides), str(folder.config))
+
+
+def _is_run(checkpoint: str) -> bool:
+    return (Path(checkpoint) / "metrics.jsonl").is_file()
+
+
+def _resolve(checkpoint: str) -> Path:
+    """A run stands for its best checkpoint, or the newest if none was evaluated."""
+    if not _is_run(checkpoint):
+        return Path(checkpoint)
+    folder = RunFolder.open(Path(checkpoint)).checkpoints
+    found = [folder / "best"] if (folder / "best").exists() else sorted(folder.glob("step-*"))
+    if not found:
+        raise ConfigError(f"the run {checkpoint} has no checkpoint yet")
+    return found[-1].resolve()
+
+
+def _ask_only(path: Path) -> dict[str, object]:
+    """A recipe that only asks: task and algorithm are never used."""
+    return {
+        "model": {"path": str(path)},
+        "task": "arithmetic",
+        "algorithm": {"surrogate": "grpo"},
+        "train": {"steps": 0},
+    }

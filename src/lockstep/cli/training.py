@@ -1,0 +1,73 @@
+"""`lockstep train`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from lockstep.assembly.estimate import estimate
+from lockstep.assembly.recipe import Recipe
+from lockstep.assembly.run import train as run_training
+from lockstep.cli import recipe_files
+from lockstep.config import ConfigError, load
+from lockstep.config.loading import override_tables, validate
+from lockstep.report.run_folder import RunFolder
+
+
+def train(
+    recipe: str | None,
+    overrides: Sequence[str],
+    *,
+    resume: Path | None,
+    dry_run: bool,
+    plain: bool,
+    runs: Path,
+    console: Console,
+) -> None:
+    chosen, root = _choose(recipe, overrides, resume, runs)
+    if dry_run:
+        _show(chosen, console)
+        return
+    progress = run_training(chosen, root, resume=resume is not None, plain=plain)
+    best = "" if progress.best is None else f", best held-out accuracy {progress.best:.1%}"
+    console.print(f"done: {progress.step} steps{best}", highlight=False)
+    console.print(f"  report      {root}/report.html\n  checkpoint  {root}/checkpoints/best", highlight=False)
+
+
+def _choose(recipe: str | None, overrides: Sequence[str], resume: Path | None, runs: Path) -> tuple[Recipe, Path]:
+    if resume is not None:
+        given = [recipe, *overrides] if recipe else list(overrides)  # after --resume the first word is an override too
+        folder = RunFolder.open(resume)
+        tables = override_tables(folder.read_config(), given)
+        return validate(Recipe, tables, str(folder.config)), resume
+    if recipe is None:
+        raise ConfigError("name a recipe, such as `lockstep train quickstart`, or a run with --resume")
+    chosen = load(Recipe, recipe_files.find(recipe), overrides)
+    return chosen, runs / chosen.name
+
+
+def _show(recipe: Recipe, console: Console) -> None:
+    console.print(to_toml(recipe.model_dump(mode="json", exclude_none=True)), markup=False, highlight=False)
+    parts = estimate(recipe)
+    table = Table(title="memory, about", show_header=False)
+    for name, gib in parts.items():
+        table.add_row(name, f"{gib:.2f} GiB")
+    table.add_section()
+    table.add_row("together", f"{sum(parts.values()):.2f} GiB")
+    console.print(table)
+
+
+def to_toml(tables: Mapping[str, Any], prefix: str = "") -> str:
+    """Nested tables as TOML; values as JSON writes them, which TOML reads the same way."""
+    import json
+
+    plain = {k: v for k, v in tables.items() if not isinstance(v, Mapping)}
+    lines = [f"{key} = {json.dumps(value)}" for key, value in plain.items()]
+    for key, value in tables.items():
+        if isinstance(value, Mapping):
+            lines += ["", f"[{prefix}{key}]", to_toml(value, f"{prefix}{key}.")]
+    return "\n".join(lines)
