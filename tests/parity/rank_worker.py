@@ -14,7 +14,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "learner"))
 from making import make_core, make_group
 
-from lockstep.learner.ranks import Front, serve
+from lockstep.learner.ranks import Front, join, serve
 from lockstep.learner.step import LearnerCore
 from lockstep.types import Group
 
@@ -52,7 +52,7 @@ def drive(front: Front, name: str, folder: Path) -> None:
 
 
 def main(folder: Path, names: list[str]) -> None:
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    assert join(torch.device("cpu"), timedelta(seconds=60)).world == 2
     for name in names:
         core = build(name)
         if dist.get_rank() == 0:

@@ -6,6 +6,7 @@ without talking; what is exchanged is what only one rank knows: gradients, sums 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -20,6 +21,7 @@ from lockstep.data.packing import Row, blank, pack
 IDLE = timedelta(
     days=7
 )  # how long followers wait for a command: rollout may take long, a dead front is noticed at once
+STUCK = timedelta(minutes=10)  # how long a rank waits for the others inside a step before it fails
 STOP = "stop"
 
 
@@ -33,7 +35,7 @@ class Ranks:
 
     @staticmethod
     def current(device: torch.device) -> Ranks:
-        """As torch.distributed was initialised (with a timeout: a rank that dies must not hang the others)."""
+        """As torch.distributed was initialised; see `join`."""
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return Ranks(device)
         return Ranks(device, dist.get_rank(), dist.get_world_size())
@@ -63,6 +65,13 @@ class Ranks:
         packed = [pack(part, budget) for part in balance(rows, self.world)]
         mine, depth = packed[self.rank], max(map(len, packed))
         return mine + [[blank(rows[0])]] * (depth - len(mine))
+
+
+def join(device: torch.device, timeout: timedelta = STUCK) -> Ranks:
+    """Joins the ranks that `torchrun` started; a process started alone stays alone and pays for nothing."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=timeout)
+    return Ranks.current(device)
 
 
 def balance(rows: Sequence[Row], parts: int) -> list[list[Row]]:
