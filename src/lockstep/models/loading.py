@@ -6,11 +6,10 @@ import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from pydantic import model_validator
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -51,18 +50,28 @@ class Loaded:
 
 def load(config: ModelConfig, *, dtype: torch.dtype, device: torch.device, seed: int) -> Loaded:
     if config.init is not None:
-        return Loaded.of(tiny_model(config.init, seed).to(device=device, dtype=dtype), byte_tokenizer())
-    return Loaded.of(_load_module(config.path, dtype).to(device), _load_tokenizer(config.path))
+        module, tokenizer = tiny_model(config.init, seed), byte_tokenizer()
+    else:
+        module, tokenizer = _load_module(config.path, dtype), _load_tokenizer(config.path)
+    nn.Module.to(module, device=device, dtype=dtype)
+    return Loaded.of(module, tokenizer)
 
 
 def _load_module(path: str, dtype: torch.dtype) -> PreTrainedModel:
     _check_folder(path)
     try:
-        module, info = AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, attn_implementation="sdpa", output_loading_info=True
+        module, info = cast(
+            "tuple[PreTrainedModel, dict[str, Any]]",
+            AutoModelForCausalLM.from_pretrained(
+                path,
+                dtype=dtype,
+                attn_implementation="sdpa",
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # they come back in `info`, by name, and are refused below
+            ),
         )
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        raise ConfigError(f"cannot load the model at {path!r}: {_first_line(error)}") from None
+    except Exception as error:  # a broken checkpoint surfaces as almost anything
+        raise ConfigError(f"cannot load the model at {path!r}: {_one_line(error)}") from error
     _refuse_incomplete(path, info)
     return module.eval()
 
@@ -79,17 +88,21 @@ def _check_folder(path: str) -> None:
 
 def _refuse_incomplete(path: str, info: Mapping[str, Any]) -> None:
     """transformers fills missing weights with random ones and goes on; that would be wrong and silent."""
-    for kind in ("missing_keys", "mismatched_keys"):
-        if names := sorted(map(str, info.get(kind) or ())):
-            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            raise ConfigError(f"the checkpoint at {path!r} has {kind.replace('_', ' ')}: {', '.join(names[:3])}{more}")
+    wrong = [f"{name} is missing" for name in sorted(info["missing_keys"])]
+    wrong += [
+        f"{name} is {tuple(found)}, its config says {tuple(expected)}"
+        for name, found, expected in sorted(info["mismatched_keys"])
+    ]
+    if wrong:
+        more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        raise ConfigError(f"the checkpoint at {path!r} is not whole: {', '.join(wrong[:3])}{more}")
 
 
 def _load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     try:
         return AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"cannot load the tokenizer at {path!r}: {_first_line(error)}") from None
+    except Exception as error:  # as above
+        raise ConfigError(f"cannot load the tokenizer at {path!r}: {_one_line(error)}") from error
 
 
 def save(folder: Path, loaded: Loaded, weights: Mapping[str, Tensor]) -> None:
@@ -101,5 +114,8 @@ def save(folder: Path, loaded: Loaded, weights: Mapping[str, Tensor]) -> None:
     loaded.tokenizer.save_pretrained(folder)
 
 
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+def _one_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if not lines:
+        return type(error).__name__
+    return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
