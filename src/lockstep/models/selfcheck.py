@@ -34,8 +34,8 @@ def self_check(module: PreTrainedModel) -> None:
         for kind, run in views.items():
             try:
                 found = run(module, probes)
-            except ValueError as error:
-                raise ConfigError(f"{name} cannot be used: {error}") from None
+            except Exception as error:  # an architecture we did not foresee may fail in any way
+                raise ConfigError(f"{name} cannot be used: {error}") from error
             _compare(name, kind, module.dtype, reference, found)
 
 
@@ -107,7 +107,13 @@ def _paged_forward(
     view: PreTrainedModel, cache: KVCache, tokens: Tensor, positions: Tensor, pages: Tensor, segments: list[Segment]
 ) -> Tensor:
     step = PagedStep(cache=cache, slots=pages * PAGE_SIZE + positions % PAGE_SIZE, segments=segments)
-    logits = view(input_ids=tokens[None], position_ids=positions[None], use_cache=False, lockstep=step).logits[0]
+    logits = view(
+        input_ids=tokens[None],
+        position_ids=positions[None],
+        use_cache=False,
+        logits_to_keep=torch.arange(len(tokens), device=tokens.device),  # as the engine asks for them
+        lockstep=step,
+    ).logits[0]
     _require_calls(len(step.calls), view)
     return logits
 

@@ -61,8 +61,12 @@ class Evaluator:
     async def _answers(self, name: str, temperature: float, num_answers: int) -> list[list[Trajectory]]:
         params = replace(self.answerer.params, temperature=temperature, top_k=0, top_p=1.0, min_p=0.0)
         answerer = replace(self.answerer, params=params)
-        tasks = [answerer.answers(f"{name}/{s.uid}", s, num_answers) for s in self.samples]
-        return await asyncio.gather(*tasks)
+        tasks = [asyncio.create_task(answerer.answers(f"{name}/{s.uid}", s, num_answers)) for s in self.samples]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:  # if one failed, nobody waits for the others
+                task.cancel()
 
     def _correct(self, answer: Trajectory) -> bool:
         value = answer.verdict.parts.get("correct", answer.verdict.value)

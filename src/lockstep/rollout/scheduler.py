@@ -125,7 +125,7 @@ class Scheduler:
         self.forget_prefixes()
 
     def forget_prefixes(self) -> None:
-        """Empties the prefix cache. What runs goes on, but never shares its pages: they may mix versions from now on."""
+        """Empties the prefix cache. What runs goes on, but never shares its pages: they may mix versions by then."""
         self.pool.reset()
         for seq in self.running:
             seq.node = None
