@@ -33,6 +33,6 @@ types: install-dev
 layers: install-dev
 	$(BIN)/lint-imports
 docs: install-dev  ## regenerate the pages that come from code
-	$(BIN)/python -m lockstep.cli.reference docs/config.md
+	$(BIN)/python -m lockstep.cli.reference docs
 clean:
 	rm -rf .venv build dist src/*.egg-info

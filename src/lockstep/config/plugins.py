@@ -11,6 +11,7 @@ import difflib
 import pkgutil
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -98,20 +99,26 @@ class Plugin(BaseModel):
         return load_class(self.package, self.name)
 
 
-def plugin(package: str) -> BeforeValidator:
-    """Validator for a field of type Plugin that picks from `package`."""
+@dataclass(frozen=True, slots=True)
+class Chooser:
+    """Reads a name, or a table with `name`, as a plugin of `package`."""
 
-    def parse(value: object) -> Plugin | None:
+    package: str
+
+    def __call__(self, value: object) -> Plugin | None:
         if value is None or isinstance(value, Plugin):
             return value  # None: only where the field allows it
         table = {"name": value} if isinstance(value, str) else value
         if not isinstance(table, Mapping) or not isinstance(table.get("name"), str):
-            raise ConfigError(f"expected a name or a table with `name`; choices: {', '.join(choices(package))}")
+            raise ConfigError(f"expected a name or a table with `name`; choices: {', '.join(choices(self.package))}")
         options = {k: v for k, v in table.items() if k != "name"}
-        cls = load_class(package, table["name"])
-        return Plugin(package=package, name=table["name"], options=_check(cls, table["name"], options))
+        cls = load_class(self.package, table["name"])
+        return Plugin(package=self.package, name=table["name"], options=_check(cls, table["name"], options))
 
-    return BeforeValidator(parse)
+
+def plugin(package: str) -> BeforeValidator:
+    """Validator for a field of type Plugin that picks from `package`."""
+    return BeforeValidator(Chooser(package))
 
 
 def _check(cls: type, name: str, options: dict[str, Any]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from lockstep.models.tiny import TinyModel, byte_tokenizer, tiny_model
 
 
 class ModelConfig(Config):
-    """Which model is trained."""
+    """Which model is trained: exactly one of `path` and `init`."""
 
     path: str = ""
     """a Hugging Face checkpoint: a folder or a hub name"""
