@@ -6,6 +6,7 @@ No role holds another: roles meet on the bus (groups) and in the weight store (v
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from lockstep.types import (

@@ -135,13 +135,9 @@ class GroupReceipt:
     num_failed: int  # answers whose reward failed
     num_truncated: int
     num_tokens: int
+    has_signal: bool  # the answers that may train differ in reward: otherwise every advantage is zero
     parts: Mapping[str, tuple[float, ...]] = field(default_factory=dict)  # {"correct": (1.0, 0.0)}
     too_long: bool = False  # the prompt leaves no room for an answer: nothing was sampled
-
-    @property
-    def has_signal(self) -> bool:
-        """At least two judged answers that differ: otherwise every advantage is zero."""
-        return len(set(self.rewards)) > 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 
 from lockstep.config import ConfigError
@@ -12,4 +14,4 @@ def choose_device(wanted: str) -> torch.device:
         raise ConfigError('device = "cuda", but PyTorch sees no CUDA device; choices here: auto, cpu')
     if wanted == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))  # set by torchrun

@@ -21,9 +21,9 @@ from lockstep.tasks.judging import JudgeConfig
 class Recipe(Config):
     """A run, completely."""
 
-    name: str = Field("run", pattern=r"^[\w.-]+$")
+    name: str = Field(default="run", pattern=r"^[\w.-]+$")
     """folder of the run, under runs/"""
-    seed: int = Field(0, ge=0)
+    seed: int = Field(default=0, ge=0)
     """decides initial weights, order of prompts and every sampled token"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto takes a GPU if there is one"""

@@ -34,7 +34,7 @@ from lockstep.types import Group, Sample
 from lockstep.weights import memory as weights_memory
 
 
-def load_model(recipe: Recipe, checkpoint: Path | None = None) -> Loaded:
+def load_model(recipe: Recipe, checkpoint: Path | str | None = None) -> Loaded:
     """The recipe's model, or the one in a checkpoint of its run; checked against plain transformers either way."""
     device = choose_device(recipe.device)
     config = recipe.model if checkpoint is None else ModelConfig(path=str(checkpoint))
@@ -101,11 +101,13 @@ class Training(Sampling):
         super().__init__(recipe, loaded, share=recipe.train.max_staleness == 0 and ranks.world == 1)
         self.bus = RecordedBus(bus_memory.Memory(), recorder)
         self.core = learner_core(recipe, loaded, ranks)
-        self.learner = LocalLearner(
-            self.core, self.bus, self.store, save_weights=self._save_weights, version=version, snapshot=False
-        )
+        self.learner = LocalLearner(self.core, self.bus, self.store, save_weights=self._save_weights, version=version)
         self.rollout = GroupRollout(
-            answerer=self.answerer, bus=self.bus, group_size=recipe.train.group_size, context=loaded.context
+            answerer=self.answerer,
+            bus=self.bus,
+            group_size=recipe.train.group_size,
+            context=loaded.context,
+            train_truncated=recipe.algorithm.truncated == "keep",
         )
 
     @cached_property
@@ -120,8 +122,8 @@ class Training(Sampling):
             raise ConfigError(f"none of {len(probe)} prompts fits the model's context of {self.loaded.context} tokens")
         return lambda index: samples[order[index]]
 
-    def _save_weights(self, folder: str, weights: Mapping[str, Tensor]) -> None:
-        loading.save(Path(folder), self.loaded, weights)
+    def _save_weights(self, folder: Path, weights: Mapping[str, Tensor]) -> None:
+        loading.save(folder, self.loaded, weights)
 
     async def close(self) -> None:
         await self.learner.close()

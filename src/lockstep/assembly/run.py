@@ -12,31 +12,38 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from lockstep.assembly.devices import choose_device
+from lockstep.assembly.outcome import Interrupted
 from lockstep.assembly.recipe import Recipe
-from lockstep.assembly.roles import Training, load_model, set_seed
+from lockstep.assembly.roles import Training, learner_core, load_model, set_seed
 from lockstep.assembly.warmup import Supervised
+from lockstep.config import ConfigError
 from lockstep.controller.checkpoints import Checkpoints, Progress
 from lockstep.controller.loop import Controller, Roles
 from lockstep.data.supervised import Demonstrations
+from lockstep.learner.ranks import Ranks, join, serve
 from lockstep.report.environment import environment
 from lockstep.report.live import LiveView
 from lockstep.report.page import write_report
 from lockstep.report.recorder import Recorders, RunRecorder
 from lockstep.report.run_folder import RunFolder
 
-
-class Interrupted(Exception):  # noqa: N818 - not an error
-    """The run in `root` was stopped by a signal; everything is saved."""
-
-    def __init__(self, root: Path, progress: Progress, steps: int) -> None:
-        super().__init__(f"stopped after step {progress.step} of {steps}")
-        self.root = root
+START = Progress(step=0, version=0, next_index=0, unfinished=[])
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def train(recipe: Recipe, root: Path, *, resume: bool = False, plain: bool = False) -> Progress:
-    """Trains in `root`, a new run folder or, with `resume`, an old one. Interrupted if a signal ended it early."""
+    """Trains in `root`, a new run folder or, with `resume`, an old one. Interrupted if a signal ended it early.
+
+    Started by torchrun, rank 0 does all this and the other ranks follow its learner.
+    """
+    ranks = join(choose_device(recipe.device))
+    if ranks.world > 1 and recipe.warmup and recipe.warmup.control:
+        raise ConfigError("warmup.control = true needs a run on one rank")
+    if ranks.rank > 0:
+        return _follow(recipe, ranks)
     folder = RunFolder.open(root) if resume else RunFolder.create(root)
-    checkpoints = Checkpoints(root / "checkpoints", recipe.checkpoint.keep)
+    checkpoints = Checkpoints(folder.checkpoints, recipe.checkpoint.keep)
     found = checkpoints.latest() if resume else None
     if resume:
         folder.rewind(found[1].step if found else -1)
@@ -46,8 +53,16 @@ def train(recipe: Recipe, root: Path, *, resume: bool = False, plain: bool = Fal
         progress = asyncio.run(run.main(found))
     write_report(folder)
     if progress.step < recipe.train.steps:
-        raise Interrupted(root, progress, recipe.train.steps)
+        raise Interrupted(root, progress.step, recipe.train.steps)
     return progress
+
+
+def _follow(recipe: Recipe, ranks: Ranks) -> Progress:
+    """Signals are for rank 0, which tells the others when to end."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    serve(learner_core(recipe, load_model(recipe), ranks))
+    return START
 
 
 class _Run:
@@ -65,7 +80,7 @@ class _Run:
         """consumes: the last checkpoint, if any · waits for: the loop · unblocked by: its last step, or a signal"""
         set_seed(self.recipe.seed)
         self.view.phase("loading", 0)
-        checkpoint, progress = found or (None, Progress(step=0, version=0, next_index=0, unfinished=[]))
+        checkpoint, progress = found or (None, START)
         loaded = load_model(self.recipe, checkpoint)
         self.folder.write_environment(environment(loaded.module.device))
         roles = Training(self.recipe, loaded, self.recorder, version=progress.version)
@@ -159,17 +174,18 @@ class _Run:
 def _stop_on_signals(controller: Controller) -> Iterator[None]:
     """The first SIGINT or SIGTERM ends the run after the update under way and saves; the second ends it at once."""
     loop = asyncio.get_running_loop()
-    numbers = (signal.SIGINT, signal.SIGTERM)
 
     def stop() -> None:
         controller.stop()
-        for number in numbers:
+        release()
+
+    def release() -> None:
+        for number in SIGNALS:
             loop.remove_signal_handler(number)
 
-    for number in numbers:
+    for number in SIGNALS:
         loop.add_signal_handler(number, stop)
     try:
         yield
     finally:
-        for number in numbers:
-            loop.remove_signal_handler(number)
+        release()

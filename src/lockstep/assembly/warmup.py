@@ -18,11 +18,11 @@ RAMP = 20  # updates over which the learning rate rises
 class WarmupConfig(Config):
     """Supervised learning on the task's demonstrations before RL."""
 
-    steps: int = Field(200, ge=1)
+    steps: int = Field(default=200, ge=1)
     """optimiser updates"""
-    batch_size: int = Field(64, ge=1)
+    batch_size: int = Field(default=64, ge=1)
     """demonstrations per update"""
-    learning_rate: float = Field(1e-3, gt=0)
+    learning_rate: float = Field(default=1e-3, gt=0)
     """constant after a short rise"""
     control: bool = False
     """after RL, also train supervised alone for as long as RL took, and report what that reached"""

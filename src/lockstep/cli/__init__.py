@@ -11,7 +11,7 @@ FAILED, BAD_INPUT, STOPPED = 1, 2, 130
 
 def main() -> None:
     """Bad input and a full disk are told in one line; anything else is a bug and shows its traceback."""
-    from lockstep.assembly.run import Interrupted
+    from lockstep.assembly.outcome import Interrupted
     from lockstep.cli.app import app
 
     try:

@@ -89,7 +89,7 @@ def generate(
     asyncio.run(run())
 
 
-def _checkpoint_and_recipe(checkpoint: str, overrides: Sequence[str], recipe: str | None) -> tuple[Path, Recipe]:
+def _checkpoint_and_recipe(checkpoint: str, overrides: Sequence[str], recipe: str | None) -> tuple[str, Recipe]:
     path = _resolve(checkpoint)
     if recipe is not None:
         tables = load(Recipe, recipe_files.find(recipe), overrides)
@@ -104,21 +104,21 @@ def _is_run(checkpoint: str) -> bool:
     return (Path(checkpoint) / "metrics.jsonl").is_file()
 
 
-def _resolve(checkpoint: str) -> Path:
-    """A run stands for its best checkpoint, or the newest if none was evaluated."""
+def _resolve(checkpoint: str) -> str:
+    """A run stands for its best checkpoint, or the newest if none was evaluated; anything else for itself."""
     if not _is_run(checkpoint):
-        return Path(checkpoint)
+        return checkpoint
     folder = RunFolder.open(Path(checkpoint)).checkpoints
     found = [folder / "best"] if (folder / "best").exists() else sorted(folder.glob("step-*"))
     if not found:
         raise ConfigError(f"the run {checkpoint} has no checkpoint yet")
-    return found[-1].resolve()
+    return str(found[-1].resolve())
 
 
-def _ask_only(path: Path) -> dict[str, object]:
+def _ask_only(path: str) -> dict[str, object]:
     """A recipe that only asks: task and algorithm are never used."""
     return {
-        "model": {"path": str(path)},
+        "model": {"path": path},
         "task": "arithmetic",
         "algorithm": {"surrogate": "grpo"},
         "train": {"steps": 0},

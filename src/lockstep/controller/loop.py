@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from lockstep.controller.checkpoints import Checkpoints, Progress
@@ -32,7 +32,7 @@ class Roles:
 
 @dataclass(slots=True)
 class Tally:
-    """What happened to groups since the last step, told by their receipts."""
+    """The groups of one step, and those replaced on the way to it, as their receipts tell."""
 
     rewards: list[float] = field(default_factory=list)
     failed: int = 0
@@ -96,6 +96,7 @@ class Controller:
         self._next_index = progress.next_index
         self._again = list(progress.unfinished)
         self._tally = Tally()
+        self._receipts: dict[int, GroupReceipt] = {}  # of groups that wait for their step
         self._rollouts: set[asyncio.Task[None]] = set()
         self._failure: BaseException | None = None
         self._started = time.monotonic() - progress.train_seconds
@@ -133,14 +134,13 @@ class Controller:
             if self.gate.stopped:
                 raise Stopped
             started = time.monotonic()
-            result = await self.roles.learner.step(self.progress.step, self.gate.step())
+            result = await self.roles.learner.step(self.progress.step, self._groups())
             learned = time.monotonic()
             await self.roles.engine.update_weights(result.version)
-            times = {"time/sync": time.monotonic() - learned}
             self._note_progress(result)
-            times |= await self._after_step()
-            times["time/total"] = time.monotonic() - started
-            await self._log(result, times)
+            now = time.monotonic()
+            await self._log(result, {"time/sync": now - learned, "time/total": now - started})
+            await self._after_step()
             self.gate.advance(result.version)  # last: without staleness nothing else runs during an evaluation
 
     async def _produce(self) -> None:
@@ -155,6 +155,12 @@ class Controller:
                 task.add_done_callback(self._stop_if_failed)
             await self.gate.changed()
 
+    async def _groups(self) -> AsyncIterator[int]:
+        """The groups of one step, on their way to the learner."""
+        async for index in self.gate.step():
+            self._tally.add(self._receipts.pop(index))
+            yield index
+
     def _take_index(self) -> int:
         if self._again:
             return self._again.pop(0)
@@ -163,13 +169,14 @@ class Controller:
 
     async def _roll(self, index: int, version: int) -> None:
         receipt = await self.roles.rollout.run(index, self.roles.sample(index), version)
-        self._tally.add(receipt)
         may_replace = self._tally.replaced < self.config.max_replaced * self.config.prompts
         if self.dynamic_sampling and not receipt.has_signal and may_replace:
+            self._tally.add(receipt)
             self._tally.replaced += 1
             await self.roles.bus.drop(index)
             self.gate.drop(index)
         else:
+            self._receipts[index] = receipt
             self.gate.finish(index)
 
     def _stop_if_failed(self, task: asyncio.Task[None]) -> None:
@@ -192,26 +199,22 @@ class Controller:
             train_seconds=time.monotonic() - self._started,
         )
 
-    async def _after_step(self) -> dict[str, float]:
-        """Evaluation and checkpoint, when they are due."""
-        step, times = self.progress.step, {}
-        last, best = step == self.config.steps, False
-        if self.roles.evaluate and (last or _due(step, self.eval_every)):
-            started = time.monotonic()
+    async def _after_step(self) -> None:
+        """Evaluation and checkpoint, when they are due. What a checkpoint holds has been logged before it exists."""
+        step, best = self.progress.step, False
+        if self.roles.evaluate and (step == self.config.steps or _due(step, self.eval_every)):
             best = await self._evaluate()
-            times["time/eval"] = time.monotonic() - started
         if best or _due(step, self.checkpoint.every):
-            started = time.monotonic()
             await self._save()
-            times["time/save"] = time.monotonic() - started
-        return times
 
     async def _evaluate(self) -> bool:
         """Evaluates now, leaving no trace in the engine's cache; True if it is the best so far."""
         assert self.roles.evaluate is not None
+        started = time.monotonic()
         metrics = await self.roles.evaluate()
         await self.roles.engine.reset_cache()
-        self.roles.recorder.log(self.progress.step, metrics)
+        await self.roles.engine.stats()  # so that the next step's figures are its own
+        self.roles.recorder.log(self.progress.step, {**metrics, "time/eval": time.monotonic() - started})
         best = self.progress.best is None or metrics["eval/accuracy"] > self.progress.best
         if best:
             self.progress = replace(self.progress, best=metrics["eval/accuracy"])
@@ -223,9 +226,11 @@ class Controller:
         if final and self._saved_step == self.progress.step:
             return
         best = self._best_step == self.progress.step
+        started = time.monotonic()
         try:
             await self.roles.checkpoints.save(self.progress, self.roles.learner.save, best=best)
             self._saved_step = self.progress.step
+            self.roles.recorder.log(self.progress.step, {"time/save": time.monotonic() - started})
         except OSError as error:
             self.roles.recorder.event(self.progress.step, "save-failed", f"checkpoint not saved: {error}")
             if final:

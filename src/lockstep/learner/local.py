@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -14,7 +15,7 @@ from lockstep.learner.step import LearnerCore
 from lockstep.protocols import Bus, WeightStore
 from lockstep.types import StepResult
 
-SaveWeights = Callable[[str, Mapping[str, Tensor]], None]
+SaveWeights = Callable[[Path, Mapping[str, Tensor]], None]
 
 
 class LocalLearner:
@@ -28,15 +29,10 @@ class LocalLearner:
         *,
         save_weights: SaveWeights,
         version: int = 0,
-        snapshot: bool = True,
     ) -> None:
-        """`version` is the one `store` already holds or that a checkpoint ended with.
-
-        `save_weights` writes a Hugging Face checkpoint. Without `snapshot` the live tensors are published, which is
-        only right while sampling and learning take turns.
-        """
+        """`version` is the one a checkpoint ended with. `save_weights` writes a Hugging Face checkpoint."""
         self._front, self._bus, self._store = Front(core), bus, store
-        self._save_weights, self._snapshot = save_weights, snapshot
+        self._save_weights = save_weights
         self.version = version
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="learner")
 
@@ -51,11 +47,8 @@ class LocalLearner:
         return StepResult(version=self.version, metrics=metrics)
 
     async def publish(self, version: int) -> None:
-        """Puts the weights into the store as `version`."""
-        weights = await self._run(self._front.call, "weights")
-        if self._snapshot:
-            weights = {name: tensor.clone() for name, tensor in weights.items()}
-        self._store.put(version, weights)
+        """Puts the weights into the store as `version`: the live tensors, which the store copies if it must."""
+        self._store.put(version, await self._run(self._front.call, "weights"))
         self.version = version
 
     async def supervised(self, examples: list[tuple[Tensor, Tensor]], learning_rate: float) -> dict[str, float]:
@@ -66,12 +59,12 @@ class LocalLearner:
         """A fresh optimiser, between warm-up and training."""
         await self._run(self._front.call, "forget")
 
-    async def save(self, folder: str) -> None:
+    async def save(self, folder: Path) -> None:
         await self._run(self._front.call, "save", folder)
         weights = await self._run(self._front.call, "weights")
         await self._run(self._save_weights, folder, weights)
 
-    async def load(self, folder: str) -> None:
+    async def load(self, folder: Path) -> None:
         await self._run(self._front.call, "load", folder)
 
     async def close(self) -> None:

@@ -95,12 +95,12 @@ class LearnerCore:
         """Whole tensors by their Hugging Face names, tied weights once; on one rank the live ones."""
         return full_weights(self.updater.module, self.updater.dtype)
 
-    def save(self, folder: str) -> None:
+    def save(self, folder: Path) -> None:
         """Everything a bit-exact resume needs: master weights, optimiser, counters, loss scale, value head."""
-        save_state(Path(folder), self.updater, self.ranks)
+        save_state(folder, self.updater, self.ranks)
 
-    def load(self, folder: str) -> None:
-        load_state(Path(folder), self.updater)
+    def load(self, folder: Path) -> None:
+        load_state(folder, self.updater)
 
 
 def _summary(outcome: Outcome) -> dict[str, float]:

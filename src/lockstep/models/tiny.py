@@ -24,15 +24,15 @@ CHAT_TEMPLATE = (
 class TinyModel(Config):
     """Shape of a model made on the spot."""
 
-    hidden: int = Field(128, ge=8)
+    hidden: int = Field(default=128, ge=8)
     """width of the residual stream"""
-    layers: int = Field(4, ge=1)
+    layers: int = Field(default=4, ge=1)
     """number of decoder layers"""
-    heads: int = Field(4, ge=1)
+    heads: int = Field(default=4, ge=1)
     """query heads; key/value heads are half as many"""
-    context: int = Field(512, ge=16)
+    context: int = Field(default=512, ge=16)
     """longest sequence, prompt and answer"""
-    experts: int = Field(0, ge=0)
+    experts: int = Field(default=0, ge=0)
     """experts per layer, two of them active; 0 is a dense model"""
 
 
@@ -47,6 +47,7 @@ def tiny_model(shape: TinyModel, seed: int) -> PreTrainedModel:
         "num_key_value_heads": max(1, shape.heads // 2),
         "head_dim": max(8, shape.hidden // shape.heads),
         "max_position_embeddings": shape.context,
+        "initializer_range": shape.hidden**-0.5,  # 0.02 suits models a thousand times larger: this learns twice as fast
         "tie_word_embeddings": True,
         "eos_token_id": 256 + SPECIALS.index("<|end|>"),
         "pad_token_id": 256 + SPECIALS.index("<|pad|>"),

@@ -15,25 +15,25 @@ UpdatePolicy = Literal["keep_kv", "reprefill", "drain"]
 class RolloutConfig(Config):
     """How answers are sampled in training."""
 
-    engine: Annotated[Plugin, plugin("lockstep.rollout.engines")] = Field("embedded", validate_default=True)  # type: ignore[assignment]
+    engine: Annotated[Plugin, plugin("lockstep.rollout.engines")] = Field(default="embedded", validate_default=True)  # type: ignore[assignment]
     """what samples"""
-    max_tokens: int = Field(256, ge=1)
+    max_tokens: int = Field(default=256, ge=1)
     """longest answer; a longer one is cut off and counted as truncated"""
-    temperature: float = Field(1.0, ge=0)
+    temperature: float = Field(default=1.0, ge=0)
     """of training samples; evaluation has its own"""
-    top_k: int = Field(0, ge=0)
+    top_k: int = Field(default=0, ge=0)
     """refused in training: the learner does not replay the kept set"""
-    top_p: float = Field(1.0, gt=0, le=1)
+    top_p: float = Field(default=1.0, gt=0, le=1)
     """refused in training, as top_k"""
-    min_p: float = Field(0.0, ge=0, lt=1)
+    min_p: float = Field(default=0.0, ge=0, lt=1)
     """refused in training, as top_k"""
     stop: tuple[str, ...] = ()
     """strings that end an answer, besides the model's own end of turn"""
-    max_seqs: int = Field(256, ge=1)
+    max_seqs: int = Field(default=256, ge=1)
     """sequences that run at once"""
-    step_tokens: int = Field(4096, ge=16)
+    step_tokens: int = Field(default=4096, ge=16)
     """tokens computed in one engine step, at most: longer prompts are prefilled in chunks"""
-    kv_gib: float = Field(2.0, gt=0)
+    kv_gib: float = Field(default=2.0, gt=0)
     """memory for keys and values, at most"""
     update: UpdatePolicy = "keep_kv"
     """running answers when new weights arrive: go on with old keys and values, recompute them, or finish first"""

@@ -16,13 +16,13 @@ from lockstep.types import Sample, Trajectory
 class EvalConfig(Config):
     """Held-out evaluation."""
 
-    every: int = Field(0, ge=0)
+    every: int = Field(default=0, ge=0)
     """steps between evaluations; there is always one before the first step and one after the last"""
-    samples: int = Field(256, ge=0)
+    samples: int = Field(default=256, ge=0)
     """held-out problems used; 0 turns evaluation off"""
-    k: int = Field(0, ge=0)
+    k: int = Field(default=0, ge=0)
     """besides the greedy answer, k sampled ones per problem for avg@k and pass@k; 0: greedy only"""
-    temperature: float = Field(1.0, gt=0)
+    temperature: float = Field(default=1.0, gt=0)
     """of the k sampled answers"""
 
 

@@ -78,17 +78,19 @@ class GroupRollout:
     bus: Bus
     group_size: int
     context: int
+    train_truncated: bool  # whether answers that were cut off are learned from
 
     async def run(self, index: int, sample: Sample, version: int) -> GroupReceipt:
         """A prompt that leaves no room for an answer gives an empty group: counted, never trained."""
         too_long = self.answerer.prompt_length(sample) >= self.context
         answers = [] if too_long else await self.answerer.answers(str(index), sample, self.group_size)
         await self.bus.put(Group(index=index, sample=sample, version=version, trajectories=tuple(answers)))
-        return replace(receipt(index, answers), too_long=too_long)
+        return replace(receipt(index, answers, self.train_truncated), too_long=too_long)
 
 
-def receipt(index: int, answers: Sequence[Trajectory]) -> GroupReceipt:
+def receipt(index: int, answers: Sequence[Trajectory], train_truncated: bool) -> GroupReceipt:
     parts: dict[str, list[float]] = defaultdict(list)
+    trained = {a.verdict.value for a in answers if train_truncated or not a.truncated} - {None}
     judged = [a.verdict for a in answers if not a.verdict.failed]
     for verdict in judged:
         for name, value in verdict.parts.items():
@@ -99,5 +101,6 @@ def receipt(index: int, answers: Sequence[Trajectory]) -> GroupReceipt:
         num_failed=len(answers) - len(judged),
         num_truncated=sum(a.truncated for a in answers),
         num_tokens=sum(a.num_sampled for a in answers),
+        has_signal=len(trained) > 1,
         parts={name: tuple(values) for name, values in parts.items()},
     )

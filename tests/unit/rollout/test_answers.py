@@ -61,9 +61,9 @@ def test_a_group_is_complete_judged_and_on_the_bus(dense: PreTrainedModel) -> No
     async def test() -> None:
         async with answering(dense) as answerer:
             bus = MemoryBus()
-            receipt = await GroupRollout(answerer=answerer, bus=bus, group_size=12, context=128).run(
-                7, problem(), version=3
-            )
+            receipt = await GroupRollout(
+                answerer=answerer, bus=bus, group_size=12, context=128, train_truncated=False
+            ).run(7, problem(), version=3)
             group = await bus.get(7)
             assert (group.index, group.version, group.sample) == (7, 3, problem())
             assert [t.uid for t in group.trajectories] == [f"7/{n}" for n in range(12)]
@@ -90,7 +90,7 @@ def test_a_prompt_without_room_gives_an_empty_group(dense: PreTrainedModel) -> N
     async def test() -> None:
         async with answering(dense) as answerer:
             bus = MemoryBus()
-            rollout = GroupRollout(answerer=answerer, bus=bus, group_size=4, context=128)
+            rollout = GroupRollout(answerer=answerer, bus=bus, group_size=4, context=128, train_truncated=False)
             receipt = await rollout.run(7, problem(text="x" * 500), version=0)
             assert receipt.too_long
             assert not receipt.has_signal
@@ -185,7 +185,7 @@ def test_the_bus_hands_a_group_over_once(dense: PreTrainedModel) -> None:
     async def test() -> None:
         async with answering(dense) as answerer:
             bus = MemoryBus()
-            rollout = GroupRollout(answerer=answerer, bus=bus, group_size=1, context=128)
+            rollout = GroupRollout(answerer=answerer, bus=bus, group_size=1, context=128, train_truncated=False)
             for index in (1, 2):
                 await rollout.run(index, problem(), 0)
             await bus.drop(2)

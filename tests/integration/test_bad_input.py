@@ -1,0 +1,84 @@
+"""What users get wrong: one clear line, exit code 2, nothing written."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import command_runs as runs
+import pytest
+import torch
+
+from lockstep.cli import BAD_INPUT, main
+
+CASES = {
+    "learner.lerning_rate=1": "did you mean 'learning_rate'",
+    "task=sums": "unknown task 'sums'",
+    'algorithm.surrogate="grop"': "did you mean 'grpo'",
+    "model.path=/no/such/model": "give exactly one of",
+    "rollout.top_p=0.9": "training needs the model's own distribution",
+    "train.prompts=0": "train.prompts",
+    "nonsense": "is not of the form",
+}
+
+
+@pytest.fixture
+def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]):
+    """Runs the command in this process; gives the one line it complained with."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["lockstep", *arguments])
+        with pytest.raises(SystemExit) as exit_:
+            main()
+        assert exit_.value.code == BAD_INPUT
+        lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
+        assert len(lines) == 1
+        return lines[0]
+
+    return run
+
+
+@pytest.mark.parametrize(("override", "message"), CASES.items())
+def test_a_bad_key_is_told_in_one_line(tmp_path: Path, refused, override: str, message: str) -> None:
+    assert message in refused("train", str(runs.write_recipe(tmp_path)), override)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_unknown_names_are_told_in_one_line(tmp_path: Path, refused) -> None:
+    assert "did you mean 'quickstart'" in refused("train", "quickstrat")
+    assert "no recipe at" in refused("train", "gone.toml")
+    assert "name a recipe" in refused("train")
+    assert "is not a folder" in refused("train", "--resume", "gone")
+    assert "is not a folder" in refused("report", "gone")
+    assert "no model at './gone'" in refused("generate", "./gone", "hello")
+
+
+def test_a_missing_checkpoint_is_told_in_one_line(tmp_path: Path, refused) -> None:
+    recipe = runs.write_recipe(tmp_path)
+    text = recipe.read_text()
+    shape = text[text.index("[model.init]") : text.index("[task]")]
+    recipe.write_text(text.replace(shape, '[model]\npath = "./gone"\n'))
+    assert "no model at './gone'" in refused("train", str(recipe), "--plain")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_cuda_without_one_is_refused(tmp_path: Path, refused) -> None:
+    assert "sees no CUDA device" in refused("train", str(runs.write_recipe(tmp_path)), "device=cuda", "--plain")
+
+
+def test_a_run_is_never_written_over(tmp_path: Path, refused) -> None:
+    (tmp_path / "runs/small").mkdir(parents=True)
+    (tmp_path / "runs/small/metrics.jsonl").write_text("")
+    assert "--resume" in refused("train", str(runs.write_recipe(tmp_path)), "--plain")
+
+
+def test_rewards_that_fail_never_train(tmp_path: Path) -> None:
+    """NaN from every reward: nothing is learned, nothing crashes, every failure is counted."""
+    recipe = str(runs.write_recipe(tmp_path))
+    result = runs.lockstep(tmp_path, "train", recipe, "train.steps=2", "eval.samples=0", "--plain", DIGITS_NAN="1")
+    assert result.returncode == 0, result.stderr
+    run = tmp_path / "runs/small"
+    assert runs.metrics(run, "reward/failed") == {1: 16, 2: 16}
+    assert runs.metrics(run, "policy/skipped") == {1: 1, 2: 1}
+    assert runs.weights(run, 2) == runs.weights(run, 0)
