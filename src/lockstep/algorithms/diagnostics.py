@@ -59,7 +59,7 @@ def tally_mismatch(tally: Tally, batch: Batch, weight: Tensor, cap: float, entro
     sums = {
         "tokens": m.sum(),
         "k1": -d.sum(),
-        "k3": (w - 1 - d).sum(),
+        "k3": (d.clamp(-20, 20).expm1() - d).sum(),
         "w": w.sum(),
         "w2": (w * w).sum(),
         "dp": dp.sum(),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -12,6 +13,7 @@ import torch
 from pydantic import model_validator
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging
 
 from lockstep.config import Config, ConfigError
 from lockstep.models.tiny import TinyModel, byte_tokenizer, tiny_model
@@ -52,7 +54,8 @@ def load(config: ModelConfig, *, dtype: torch.dtype, device: torch.device, seed:
     if config.init is not None:
         module, tokenizer = tiny_model(config.init, seed), byte_tokenizer()
     else:
-        module, tokenizer = _load_module(config.path, dtype), _load_tokenizer(config.path)
+        with _quietly():
+            module, tokenizer = _load_module(config.path, dtype), _load_tokenizer(config.path)
     nn.Module.to(module, device=device, dtype=dtype)
     return Loaded.of(module, tokenizer)
 
@@ -110,8 +113,23 @@ def save(folder: Path, loaded: Loaded, weights: Mapping[str, Tensor]) -> None:
 
     The learner has changed its own module (attention, head, config), so it is saved through the shell.
     """
-    loaded.shell.save_pretrained(folder, state_dict=dict(weights))
-    loaded.tokenizer.save_pretrained(folder)
+    with _quietly():
+        loaded.shell.save_pretrained(folder, state_dict=dict(weights))
+        loaded.tokenizer.save_pretrained(folder)
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """transformers' bars and load reports would run through the live view; what matters is raised."""
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
 
 
 def _one_line(error: BaseException) -> str:

@@ -18,6 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedConfig
 
+from lockstep.models.arguments import refuse_unsupported
+
 NAME = "lockstep_paged"
 
 
@@ -90,10 +92,11 @@ def paged_attention(
     lockstep: PagedStep,
     scaling: float,
     dropout: float = 0.0,
+    is_causal: bool | None = None,
     sliding_window: int | None = None,
     **extra: Any,
 ) -> tuple[Tensor, None]:
-    refuse_extra(extra)
+    refuse_unsupported(module, attention_mask, dropout, is_causal, extra)
     layer: int = module.layer_idx  # type: ignore[assignment]
     keys, values = lockstep.cache.keys[layer], lockstep.cache.values[layer]
     keys.flatten(0, 1).index_copy_(0, lockstep.slots, key[0].transpose(0, 1))
@@ -117,19 +120,6 @@ def _attend(query: Tensor, keys: Tensor, values: Tensor, segment: Segment, mask:
     padded = query[segment.query_index].transpose(1, 2)  # [B, H*G, Q, D]
     out = F.scaled_dot_product_attention(padded, k, v, attn_mask=mask, scale=scaling, enable_gqa=True)
     return out.transpose(1, 2).flatten(0, 1)[segment.token_index]
-
-
-# What models pass along that changes nothing in the arithmetic of a causal decoder.
-HARMLESS = {"position_ids", "use_cache", "is_causal", "cache_position", "output_router_logits"}
-
-
-def refuse_extra(extra: dict[str, Any]) -> None:
-    """Sinks, soft-capping and the like would be silently dropped; an argument we do not know is refused by name."""
-    unknown = sorted(
-        name for name, value in extra.items() if name not in HARMLESS and value is not None and value is not False
-    )
-    if unknown:
-        raise ValueError(f"the model passes attention arguments Lockstep does not implement: {', '.join(unknown)}")
 
 
 AttentionInterface.register(NAME, paged_attention)

@@ -23,9 +23,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from lockstep.models.arguments import refuse_unsupported
+
 NAME = "lockstep_varlen"
-# Bookkeeping that transformers hands to every attention function and that changes nothing here.
-IGNORED = frozenset({"position_ids", "use_cache", "cache_position", "past_key_values", "output_router_logits"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,27 +116,13 @@ def attention(
     """The function transformers calls in every layer; returns [1, K, H, D]."""
     if lockstep is None:
         raise ValueError(f"{NAME} needs the forward argument `lockstep`: call the learner's model through `score`")
-    _refuse_unsupported(module, attention_mask, dropout, is_causal, extra)
+    refuse_unsupported(module, attention_mask, dropout, is_causal, extra)
     lockstep.calls += 1
     window = sliding_window if sliding_window is not None and sliding_window < lockstep.max_seqlen else None
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))  # [K, H, D]
     fast = q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] == v.shape[-1]
     run = _fused if fast else _padded
     return run(q, k, v, lockstep, scaling, window).unsqueeze(0), None
-
-
-def _refuse_unsupported(
-    module: nn.Module, mask: Tensor | None, dropout: float, is_causal: bool | None, extra: dict[str, Any]
-) -> None:
-    unknown = sorted(k for k, v in extra.items() if k not in IGNORED and v is not None and v is not False)
-    if unknown:
-        raise ValueError(f"{type(module).__name__} asks for {', '.join(unknown)}, which {NAME} does not implement")
-    if mask is not None:
-        raise ValueError(f"{type(module).__name__} passes an attention mask; {NAME} separates sequences by length only")
-    if dropout:
-        raise ValueError(f"{type(module).__name__} has attention dropout {dropout}; the learner runs without dropout")
-    if not (is_causal if is_causal is not None else getattr(module, "is_causal", True)):
-        raise ValueError(f"{type(module).__name__} is not causal; {NAME} is")
 
 
 def _fused(q: Tensor, k: Tensor, v: Tensor, packed: Packed, scale: float | None, window: int | None) -> Tensor:
