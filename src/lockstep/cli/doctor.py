@@ -11,10 +11,11 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from lockstep import __version__
 from lockstep.assembly.devices import choose_device
 from lockstep.learner.config import LearnerConfig
 
-CORE = ("lockstep-rl", "torch", "transformers", "safetensors", "pydantic", "datasets", "math-verify")
+CORE = ("torch", "transformers", "safetensors", "pydantic", "datasets", "math-verify")
 OPTIONAL = {  # module -> (how to get it, what for)
     "trl": ('pip install "lockstep-rl\\[bench]"', "lockstep bench trl"),
     "wandb": ("pip install wandb", "record.wandb = true"),
@@ -28,6 +29,7 @@ def examine(console: Console) -> None:
 
 def _versions() -> Table:
     table = Table(title="installed", show_header=False)
+    table.add_row("lockstep", __version__)
     table.add_row("python", platform.python_version())
     for package in CORE:
         table.add_row(package, metadata.version(package))

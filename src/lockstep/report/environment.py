@@ -15,7 +15,9 @@ from typing import Any
 
 import torch
 
-_PACKAGES = {"lockstep": "lockstep-rl", "torch": "torch", "transformers": "transformers"}
+from lockstep import __version__
+
+_PACKAGES = ("torch", "transformers")
 
 
 def environment(device: str | torch.device, command: Sequence[str] | None = None) -> dict[str, Any]:
@@ -31,7 +33,8 @@ def environment(device: str | torch.device, command: Sequence[str] | None = None
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "commit": git_commit(Path(__file__).parent),
-        **{name: metadata.version(package) for name, package in _PACKAGES.items()},
+        "lockstep": __version__,
+        **{package: metadata.version(package) for package in _PACKAGES},
     }
 
 
