@@ -1,7 +1,7 @@
 """Sums that are made up as they are needed: `7+5-9=` is worked out as `7+5=12;12-9=3;#3`.
 
-What makes it useful for a first run: one knob (the number of terms) goes from trivial to hard, a worked solution
-exists for every problem, and whoever can do one step and copy can, in principle, do any length.
+What makes it useful for a first run: a few knobs go from trivial to hard, every problem has a worked solution, and
+demonstrations can be easier than the problems, or hide how they are worked, so that something is left for RL to find.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from random import Random
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from lockstep.config import ConfigError
-from lockstep.tasks._lazy import LazySamples, draw
+from lockstep.tasks._lazy import LazySamples, draw, hash_share
 from lockstep.tasks.judging import Part, combine
 from lockstep.types import Message, Sample, Verdict
 
@@ -34,16 +34,16 @@ class Arithmetic:
     """Largest number in a problem; the smallest is 0."""
     operations: str = "+"
     """Which of + and - appear."""
+    min_minus: int = 0
+    """Fewest subtractions in a problem; from there on, any number is as likely as any other."""
     modulus: int | None = None
     """Calculate modulo this, so that every intermediate result stays small; none by default."""
-    demo_min_terms: int = 2
-    """Fewest numbers in a demonstration."""
     demo_max_terms: int = 3
-    """Most numbers in a demonstration: below max_terms, what lies beyond must be found by RL."""
-    demo_max_value: int | None = None
-    """Largest number in a demonstration; max_value by default."""
-    steps: Literal["full", "totals", "none"] = "full"
-    """What a demonstration shows before the answer: `7+5=12;12+9=21;`, `12;21;` or nothing."""
+    """Most numbers in a demonstration; the fewest are 2."""
+    demo_max_minus: int | None = None
+    """Most subtractions in a demonstration; any number by default."""
+    demo_steps: float = 1.0
+    """Share of demonstrations that show their steps; the others give the answer straight away."""
     format_weight: float = 0.0
     """Reward added for steps and one final answer in the form of the demonstrations, right or wrong."""
     num_train: int = 100_000
@@ -56,14 +56,26 @@ class Arithmetic:
     """Which problems are drawn. The splits are disjoint even across seeds."""
 
     def __post_init__(self) -> None:
-        for kind in ("", "demo_"):
-            fewest, most = getattr(self, f"{kind}min_terms"), getattr(self, f"{kind}max_terms")
-            if not 1 <= fewest <= most:
-                raise ConfigError(f"{kind}min_terms is {fewest}, {kind}max_terms {most}: must be 1 <= min <= max")
+        if not 1 <= self.min_terms <= self.max_terms:
+            raise ConfigError(f"min_terms is {self.min_terms}, max_terms {self.max_terms}: must be 1 <= min <= max")
         if not self.operations or set(self.operations) - set("+-"):
             raise ConfigError(f"operations is {self.operations!r}; choices: '+', '-', '+-'")
         if self.modulus is not None and self.modulus < 2:
             raise ConfigError(f"modulus is {self.modulus}: must be at least 2")
+        room = self.min_terms - 1 if "-" in self.operations else 0
+        if not 0 <= self.min_minus <= room:
+            raise ConfigError(
+                f"min_minus is {self.min_minus}: must be 0 to {room}, or some problems have no room for it"
+            )
+        self._check_demonstrations()
+
+    def _check_demonstrations(self) -> None:
+        if self.demo_max_terms < 2:
+            raise ConfigError(f"demo_max_terms is {self.demo_max_terms}: must be at least 2")
+        if self.demo_max_minus is not None and (self.demo_max_minus < 0 or "+" not in self.operations):
+            raise ConfigError(f"demo_max_minus is {self.demo_max_minus}: must be at least 0, with + among operations")
+        if not 0 <= self.demo_steps <= 1:
+            raise ConfigError(f"demo_steps is {self.demo_steps}: must be 0 to 1")
 
     def samples(self, split: str) -> Sequence[Sample]:
         sizes = {"train": self.num_train, "eval": self.num_eval}
@@ -87,25 +99,30 @@ class Arithmetic:
         propose = self._propose_easy if split == "demonstrations" else self._propose
         terms = draw(self.seed, split, index, propose, "".join)
         totals = self._totals(terms)
+        shows_steps = split != "demonstrations" or hash_share(f"{self.seed}/steps/{index}") < self.demo_steps
         return Sample(
             uid=f"{split}/{index}",
             messages=(Message("user", f"{''.join(terms)}="),),
             answer=totals[-1],
-            solution=f"{self._work(terms, totals)}{MARKER}{totals[-1]}",
+            solution=f"{self._work(terms, totals) if shows_steps else ''}{MARKER}{totals[-1]}",
             info={"terms": len(terms)},
         )
 
     def _propose(self, random: Random) -> list[str]:
-        return self._terms(random, random.randint(self.min_terms, self.max_terms), self.max_value)
+        return self._terms(random, random.randint(self.min_terms, self.max_terms), self.min_minus, None)
 
     def _propose_easy(self, random: Random) -> list[str]:
-        largest = self.max_value if self.demo_max_value is None else self.demo_max_value
-        return self._terms(random, random.randint(self.demo_min_terms, self.demo_max_terms), largest)
+        return self._terms(random, random.randint(2, self.demo_max_terms), 0, self.demo_max_minus)
 
-    def _terms(self, random: Random, num_terms: int, largest: int) -> list[str]:
+    def _terms(self, random: Random, num_terms: int, min_minus: int, max_minus: int | None) -> list[str]:
         """["7", "+5", "-9"]"""
-        signs = ["", *random.choices(self.operations, k=num_terms - 1)]
-        return [f"{sign}{random.randint(0, largest)}" for sign in signs]
+        num = num_terms - 1
+        least = min_minus if "+" in self.operations else num
+        most = 0 if "-" not in self.operations else num if max_minus is None else min(max_minus, num)
+        num_minus = random.randint(least, most)
+        signs = ["-"] * num_minus + ["+"] * (num - num_minus)
+        random.shuffle(signs)
+        return [f"{sign}{random.randint(0, self.max_value)}" for sign in ["", *signs]]
 
     def _totals(self, terms: Sequence[str]) -> list[str]:
         """The results after one term, two terms, …: ["7", "12", "3"]"""
@@ -113,12 +130,10 @@ class Arithmetic:
         return [str(total if self.modulus is None else total % self.modulus) for total in totals]
 
     def _work(self, terms: Sequence[str], totals: Sequence[str]) -> str:
-        if self.steps == "none":
-            return ""
-        if self.steps == "totals":
-            return "".join(f"{total};" for total in totals[1:])
-        before = [terms[0], *totals[1:]]
-        return "".join(f"{b}{term}={total};" for b, term, total in zip(before, terms[1:], totals[1:], strict=False))
+        """7+5=12;12-9=3;"""
+        return "".join(
+            f"{before}{term}={after};" for (before, after), term in zip(pairwise(totals), terms[1:], strict=True)
+        )
 
 
 def _judge_final(answer: str, expected: str) -> Part:

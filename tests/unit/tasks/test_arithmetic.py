@@ -17,7 +17,7 @@ KNOBS = st.builds(
     operations=st.sampled_from(["+", "-", "+-"]),
     modulus=st.sampled_from([None, 10, 97]),
     demo_max_terms=st.integers(2, 4),
-    steps=st.sampled_from(["full", "totals", "none"]),
+    demo_steps=st.sampled_from([0.0, 0.3, 1.0]),
     format_weight=st.sampled_from([0.0, 0.1]),
     seed=st.integers(0, 2**32),
 )
@@ -51,22 +51,32 @@ def test_the_worked_solution_is_right(task: Arithmetic, index: int) -> None:
 def test_what_problems_and_solutions_look_like() -> None:
     task = Arithmetic(operations="+-", seed=1)
     sample = next(s for s in task.demonstrations() if s.info["terms"] == 3)
-    assert (sample.messages[0].content, sample.solution, sample.answer) == ("3+4-4=", "3+4=7;7-4=3;#3", "3")
-    terse = next(s for s in replace(task, steps="totals").demonstrations() if s.uid == sample.uid)
-    assert terse.solution == re.sub(r"[^;=]*=", "", sample.solution or "")
+    assert (sample.messages[0].content, sample.solution, sample.answer) == ("4+4-9=", "4+4=8;8-9=-1;#-1", "-1")
 
 
 def test_knobs_bound_the_problems() -> None:
-    task = Arithmetic(min_terms=3, max_terms=4, max_value=5, modulus=10, demo_max_terms=2, demo_max_value=3)
+    task = Arithmetic(min_terms=3, max_terms=4, max_value=5, modulus=10, demo_max_terms=2)
     for sample in islice(task.samples("train"), 200):
         terms = [int(t) for t in re.findall(r"\d+", sample.messages[0].content)]
         assert len(terms) in (3, 4)
         assert max(terms) <= 5
         assert 0 <= int(sample.answer) < 10
-    for sample in islice(task.demonstrations(), 200):
-        terms = [int(t) for t in re.findall(r"\d+", sample.messages[0].content)]
-        assert len(terms) == 2
-        assert max(terms) <= 3
+    assert {sample.info["terms"] for sample in islice(task.demonstrations(), 200)} == {2}
+
+
+def test_demonstrations_subtract_less_often_than_problems() -> None:
+    task = Arithmetic(min_terms=5, operations="+-", min_minus=3, demo_max_terms=5, demo_max_minus=2)
+    problems = (sample.messages[0].content for sample in islice(task.samples("train"), 200))
+    demonstrations = (sample.messages[0].content for sample in islice(task.demonstrations(), 200))
+    assert {text.count("-") for text in problems} == {3, 4}
+    assert {text.count("-") for text in demonstrations} == {0, 1, 2}
+
+
+def test_only_some_demonstrations_show_their_steps() -> None:
+    task = Arithmetic(demo_steps=0.3)
+    solutions = [sample.solution or "" for sample in islice(task.demonstrations(), 1000)]
+    assert 0.25 < sum("=" in solution for solution in solutions) / 1000 < 0.35
+    assert all(re.fullmatch(r"([^;]+;)*#\d+", solution) for solution in solutions)
 
 
 def test_samples_depend_on_seed_and_place_alone() -> None:
@@ -97,7 +107,12 @@ def test_reasons() -> None:
     ("options", "complaint"),
     [
         ({"min_terms": 5, "max_terms": 4}, "min_terms is 5, max_terms 4"),
-        ({"demo_max_terms": 1}, "demo_min_terms is 2, demo_max_terms 1"),
+        ({"demo_max_terms": 1}, "demo_max_terms is 1"),
+        ({"demo_max_minus": -1}, "demo_max_minus is -1"),
+        ({"operations": "-", "demo_max_minus": 1}, r"demo_max_minus is 1.*\+ among operations"),
+        ({"demo_steps": 1.5}, "demo_steps is 1.5"),
+        ({"min_minus": 1}, "min_minus is 1: must be 0 to 0"),
+        ({"min_minus": 2, "operations": "+-"}, "min_minus is 2: must be 0 to 1"),
         ({"operations": "*"}, r"operations is '\*'; choices"),
         ({"modulus": 1}, "modulus is 1"),
     ],
