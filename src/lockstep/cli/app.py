@@ -134,3 +134,31 @@ def doctor() -> None:
 
 bench = typer.Typer(help="Measure Lockstep side by side with others, on this machine.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
+
+
+@bench.command("trl")
+def bench_trl(
+    settings: Annotated[list[str] | None, typer.Argument(help="short, long, prompt; all by default")] = None,
+    steps: Annotated[int, typer.Option(min=1, help="measured steps per side; the median counts")] = 7,
+    warmup: Annotated[int, typer.Option(min=0, help="steps before them, not measured")] = 1,
+    threads: Annotated[int | None, typer.Option(min=1, help="per side; as many as cores by default")] = None,
+    continuous: Annotated[
+        bool, typer.Option("--continuous-batching", help="also TRL with transformers' continuous batching")
+    ] = False,
+    json: Annotated[Path | None, typer.Option(help="keep the result here")] = None,
+) -> None:
+    """The same GRPO run under TRL's GRPOTrainer and under Lockstep, on the CPU, in turns: samples per second of both.
+
+    Same tiny model, prompts, group size, answer lengths, loss and update. Needs `pip install "lockstep-rl[bench]"`.
+    """
+    from lockstep.cli import bench_trl
+
+    bench_trl.compare(
+        settings or [],
+        steps=steps,
+        warmup=warmup,
+        threads=threads,
+        continuous=continuous,
+        out=json,
+        console=console,
+    )
