@@ -6,15 +6,6 @@ import signal
 from pathlib import Path
 
 import command_runs as runs
-import pytest
-
-
-@pytest.fixture(scope="module")
-def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("unbroken")
-    result = runs.lockstep(folder, "train", str(runs.write_recipe(folder)), "--plain")
-    assert result.returncode == 0, result.stderr
-    return folder / "runs/small"
 
 
 def test_a_run_learns_and_leaves_a_checkpoint_and_a_report(unbroken: Path) -> None:

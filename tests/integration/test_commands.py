@@ -1,0 +1,76 @@
+"""The other commands, on a finished run."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import command_runs as runs
+import pytest
+from typer.testing import CliRunner
+
+from lockstep.assembly.recipe import Recipe
+from lockstep.cli.app import app
+from lockstep.cli.training import to_toml
+from lockstep.config import load
+from lockstep.config.loading import validate
+
+
+def run(*arguments: str) -> str:
+    result = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_eval_takes_the_best_checkpoint_and_agrees_with_the_run(unbroken: Path) -> None:
+    output = run("eval", str(unbroken), "eval.k=2")
+    length = max(runs.metrics(unbroken, "eval/length").values())
+    assert f"{length:.4g}" in output
+    assert "pass_at_k" in output
+    assert "digits" in output, "shows the reasons"
+
+
+def test_generate_answers_each_prompt(unbroken: Path) -> None:
+    output = run("generate", str(unbroken), "e1", "e2", "-n", "2", "--max-tokens", "4", "--temperature", "1")
+    assert output.count("e1 ") == output.count("e2 ") == 2
+    assert output == run("generate", str(unbroken), "e1", "e2", "-n", "2", "--max-tokens", "4", "--temperature", "1")
+
+
+def test_report_draws_one_run_and_compares_two(unbroken: Path, tmp_path: Path) -> None:
+    assert "report.html" in run("report", str(unbroken))
+    page = tmp_path / "both.html"
+    run("report", str(unbroken), str(unbroken), "--out", str(page))
+    assert page.stat().st_size > 10_000
+
+
+def test_dry_run_prints_a_recipe_that_loads_again(tmp_path: Path) -> None:
+    path = runs.write_recipe(tmp_path)
+    output = run("train", str(path), "learner.mini_steps=3", "--dry-run")
+    assert "GiB" in output
+    assert not (tmp_path / "runs").exists()
+    recipe = load(Recipe, path, ["learner.mini_steps=3"])
+    printed = to_toml(recipe.model_dump(mode="json", exclude_none=True))
+    assert "mini_steps = 3" in output
+    assert validate(Recipe, tomllib.loads(printed), "printed") == recipe
+
+
+def test_doctor_says_what_would_be_used() -> None:
+    output = run("doctor")
+    assert "torch" in output
+    assert "rollout engine" in output
+
+
+def test_every_packaged_recipe_is_listed_and_valid() -> None:
+    from lockstep.cli import recipe_files
+
+    listed = run("recipes")
+    for path in recipe_files.packaged():
+        assert path.stem in listed
+        assert recipe_files.first_comment(path)
+        assert load(Recipe, path).task
+    assert run("recipes", "quickstart").startswith("#")
+
+
+@pytest.mark.parametrize("command", ["train", "eval", "generate", "report", "recipes", "doctor", "bench"])
+def test_help_teaches(command: str) -> None:
+    assert len(run(command, "--help").splitlines()) > 5
