@@ -226,7 +226,7 @@ def trl_side(turn: Turn, setting: Setting, folder: Path, steps: int, threads: in
     """TRL's trainer on the same prompts in the same order."""
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
+    from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]
 
     class Turns(TrainerCallback):
         def on_train_begin(self, args: Any, state: Any, control: Any, **extra: Any) -> None:
@@ -235,7 +235,7 @@ def trl_side(turn: Turn, setting: Setting, folder: Path, steps: int, threads: in
         def on_step_end(self, args: Any, state: Any, control: Any, **extra: Any) -> None:
             turn.end_step()
 
-    def reward(completions: list[str], completion_ids: list[list[int]], **extra: Any) -> list[float]:
+    def reward(completions: list[str], completion_ids: list[list[int]], **extra: Any) -> list[float | None]:
         turn.count(len(completions), sum(map(len, completion_ids)))
         return [share_of_digits(answer) for answer in completions]
 
