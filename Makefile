@@ -6,7 +6,7 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint const
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 16
 
-quickstart: install  ## install the core, train the quickstart recipe, write its report (about 6 minutes)
+quickstart: install  ## install the core, train the quickstart recipe, write its report (a few minutes)
 	$(BIN)/lockstep train quickstart
 
 install: .venv/.core  ## make .venv with the core and the tested pins

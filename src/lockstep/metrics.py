@@ -42,7 +42,6 @@ METRICS = (
         "policy/skipped",
         "optimiser updates skipped because nothing was left to learn from, or a gradient overflowed",
     ),
-    Metric("policy/kl", "KL to the reference model, per token"),
     Metric("value/loss", "squared error of the value head"),
     Metric("value/explained", "share of the returns' variance that the value head explains", "towards 1"),
     Metric("mismatch/k1", "mean of l_behav - l_prox: KL(sampler || learner), unbiased, may be negative", "near 0"),
@@ -61,7 +60,10 @@ METRICS = (
     Metric("perf/prefix_hit", "share of prompt tokens found in the prefix cache"),
     Metric("perf/preemptions", "sequences that lost their pages and were prefilled again", "0"),
     Metric("perf/memory_gib", "peak memory of the process (CPU) or device"),
-    Metric("time/*", "seconds of this step: total, rollout (engine busy), reward, learn, sync, eval, save, wait"),
+    Metric(
+        "time/*",
+        "seconds of a step: total, rollout (engine busy), learn, wait (learner idle), sync; eval, save",
+    ),
     Metric("warmup/*", "loss and learning rate of the supervised warm-up"),
 )
 

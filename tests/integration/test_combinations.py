@@ -34,7 +34,9 @@ def test_it_trains(name: str, tmp_path: Path) -> None:
     overrides = ["train.steps=3", "eval.every=0", "checkpoint.every=0", *CASES[name]]
     recipe = load(Recipe, runs.write_recipe(tmp_path), overrides)
     root = tmp_path / "run"
-    assert train(recipe, root, plain=True).step == 3
+    progress = train(recipe, root, plain=True)
+    assert progress is not None
+    assert progress.step == 3
     assert runs.weights(root, 3) != runs.weights(root, 0)
     assert max(runs.metrics(root, "rollout/lag_max").values()) <= recipe.train.max_staleness
     if recipe.train.max_staleness == 0:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from lockstep.assembly.devices import choose_device
 from lockstep.assembly.recipe import Recipe
-from lockstep.config import ConfigError
+from lockstep.models.loading import read_config
 from lockstep.models.paged import kv_shape
 from lockstep.models.tiny import tiny_model
 from lockstep.rollout.core import PAGE_SIZE
@@ -45,10 +45,7 @@ def _model_size(recipe: Recipe) -> tuple[PreTrainedConfig, int]:
         with torch.device("meta"):
             module = tiny_model(recipe.model.init, seed=0)
     else:
-        try:
-            config = AutoConfig.from_pretrained(recipe.model.path)
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"cannot read the model at {recipe.model.path!r}: {error}") from None
+        config = read_config(recipe.model.path)
         with torch.device("meta"):
             module = AutoModelForCausalLM.from_config(config)
     return module.config, sum(p.numel() for p in module.parameters())

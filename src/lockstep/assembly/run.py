@@ -32,16 +32,17 @@ START = Progress(step=0, version=0, next_index=0, unfinished=[])
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
-def train(recipe: Recipe, root: Path, *, resume: bool = False, plain: bool = False) -> Progress:
+def train(recipe: Recipe, root: Path, *, resume: bool = False, plain: bool = False) -> Progress | None:
     """Trains in `root`, a new run folder or, with `resume`, an old one. Interrupted if a signal ended it early.
 
-    Started by torchrun, rank 0 does all this and the other ranks follow its learner.
+    Started by torchrun, rank 0 does all this; the other ranks follow its learner and return None.
     """
     ranks = join(choose_device(recipe.device))
     if ranks.world > 1 and recipe.warmup and recipe.warmup.control:
         raise ConfigError("warmup.control = true needs a run on one rank")
     if ranks.rank > 0:
-        return _follow(recipe, ranks)
+        _follow(recipe, ranks)
+        return None
     folder = RunFolder.open(root) if resume else RunFolder.create(root)
     checkpoints = Checkpoints(folder.checkpoints, recipe.checkpoint.keep)
     found = checkpoints.latest() if resume else None
@@ -57,12 +58,11 @@ def train(recipe: Recipe, root: Path, *, resume: bool = False, plain: bool = Fal
     return progress
 
 
-def _follow(recipe: Recipe, ranks: Ranks) -> Progress:
+def _follow(recipe: Recipe, ranks: Ranks) -> None:
     """Signals are for rank 0, which tells the others when to end."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     serve(learner_core(recipe, load_model(recipe), ranks))
-    return START
 
 
 class _Run:

@@ -33,6 +33,8 @@ def train(
         _show(chosen, console)
         return
     progress = run_training(chosen, root, resume=resume is not None, plain=plain)
+    if progress is None:  # not rank 0
+        return
     best = "" if progress.best is None else f", best held-out accuracy {progress.best:.1%}"
     console.print(f"done: {progress.step} steps{best}", highlight=False)
     console.print(f"  report      {root}/report.html\n  checkpoint  {root}/checkpoints/best", highlight=False)

@@ -240,6 +240,7 @@ class Controller:
         engine = await self.roles.engine.stats()
         tally, self._tally = self._tally, Tally()
         metrics = {**result.metrics, **tally.metrics(), **times, "time/rollout": engine["busy_seconds"]}
+        metrics["time/wait"] = times["time/total"] - times["time/sync"] - result.metrics["time/learn"]
         metrics["perf/preemptions"] = engine["preemptions"]
         if engine["busy_seconds"]:
             metrics["perf/rollout_tokens_per_s"] = engine["sampled_tokens"] / engine["busy_seconds"]

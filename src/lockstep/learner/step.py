@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import resource
 import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -77,7 +79,11 @@ class LearnerCore:
         tally.combine(self.ranks.sum, self.ranks.max)
         result = metrics(tally) | _summary(outcome) | {"mismatch/refused": float(self._left_out["refused"])}
         self._busy += time.perf_counter() - start
-        return result | {"time/learn": self._busy, "perf/train_tokens_per_s": self._num_tokens / self._busy}
+        return result | {
+            "time/learn": self._busy,
+            "perf/train_tokens_per_s": self._num_tokens / self._busy,
+            "perf/memory_gib": peak_memory(self.ranks.device),
+        }
 
     def supervised(self, examples: Sequence[tuple[Tensor, Tensor]], learning_rate: float) -> dict[str, float]:
         """One update on worked examples (tokens, mask), outside any step and outside the schedule."""
@@ -101,6 +107,13 @@ class LearnerCore:
 
     def load(self, folder: Path) -> None:
         load_state(folder, self.updater)
+
+
+def peak_memory(device: torch.device) -> float:
+    """GiB: of the device if it has memory of its own, else of this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # KiB on Linux
 
 
 def _summary(outcome: Outcome) -> dict[str, float]:

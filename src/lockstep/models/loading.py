@@ -12,7 +12,14 @@ from typing import Any, cast
 import torch
 from pydantic import model_validator
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils import logging
 
 from lockstep.config import Config, ConfigError
@@ -58,6 +65,15 @@ def load(config: ModelConfig, *, dtype: torch.dtype, device: torch.device, seed:
             module, tokenizer = _load_module(config.path, dtype), _load_tokenizer(config.path)
     nn.Module.to(module, device=device, dtype=dtype)
     return Loaded.of(module, tokenizer)
+
+
+def read_config(path: str) -> PreTrainedConfig:
+    """The config of a checkpoint, without its weights."""
+    _check_folder(path)
+    try:
+        return AutoConfig.from_pretrained(path)
+    except Exception as error:  # as below
+        raise ConfigError(f"cannot read the model at {path!r}: {_one_line(error)}") from error
 
 
 def _load_module(path: str, dtype: torch.dtype) -> PreTrainedModel:

@@ -138,8 +138,8 @@ class LiveView:
         for name, value in metrics.items():
             self._trends.setdefault(name, deque(maxlen=_TREND)).append(float(value))
         times = {part: metrics[f"time/{part}"] for part in _TIMES if f"time/{part}" in metrics}
-        self._times = times or self._times
-        if not self._live:
+        self._times = times if "time/total" in metrics else {**self._times, **times}  # what follows a step adds to it
+        if not self._live and any(name in metrics for name, _, _ in _ROWS):
             self._print(self._plain_line(metrics))
 
     def samples(self, step: int, group: types.Group) -> None:

@@ -1,4 +1,4 @@
-"""Truncated importance sampling (003, and Espeholt et al., arXiv:1802.01561)."""
+"""Truncated importance sampling (Yao et al., On the Rollout-Training Mismatch in Modern RL Systems)."""
 
 from __future__ import annotations
 
