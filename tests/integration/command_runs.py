@@ -19,7 +19,7 @@ layers = 2
 heads = 2
 context = 64
 [task]
-name = "{HERE / "digits.py"}:Digits"
+name = "{HERE / "printable.py"}:Printable"
 [algorithm]
 surrogate = "grpo"
 truncated = "keep"

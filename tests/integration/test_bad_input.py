@@ -76,7 +76,7 @@ def test_a_run_is_never_written_over(tmp_path: Path, refused) -> None:
 def test_rewards_that_fail_never_train(tmp_path: Path) -> None:
     """NaN from every reward: nothing is learned, nothing crashes, every failure is counted."""
     recipe = str(runs.write_recipe(tmp_path))
-    result = runs.lockstep(tmp_path, "train", recipe, "train.steps=2", "eval.samples=0", "--plain", DIGITS_NAN="1")
+    result = runs.lockstep(tmp_path, "train", recipe, "train.steps=2", "eval.samples=0", "--plain", PRINTABLE_NAN="1")
     assert result.returncode == 0, result.stderr
     run = tmp_path / "runs/small"
     assert runs.metrics(run, "reward/failed") == {1: 16, 2: 16}

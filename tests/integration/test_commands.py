@@ -27,7 +27,7 @@ def test_eval_takes_the_best_checkpoint_and_agrees_with_the_run(unbroken: Path) 
     length = max(runs.metrics(unbroken, "eval/length").values())
     assert f"{length:.4g}" in output
     assert "pass_at_k" in output
-    assert "digits" in output, "shows the reasons"
+    assert "printable" in output, "shows the reasons"
 
 
 def test_generate_answers_each_prompt(unbroken: Path) -> None:

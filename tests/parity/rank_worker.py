@@ -45,8 +45,8 @@ def drive(front: Front, name: str, folder: Path) -> None:
         for group in groups:
             front.call("accumulate", [group])
         metrics.append(front.call("finish"))
-        front.call("save", str(folder))
-        front.call("load", str(folder))
+        front.call("save", folder)
+        front.call("load", folder)
     torch.save(front.call("weights"), folder / "weights.pt")
     (folder / "metrics.json").write_text(json.dumps(metrics))
 

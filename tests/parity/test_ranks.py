@@ -52,6 +52,6 @@ def test_two_ranks_equal_one(two_ranks: Path, tmp_path: Path, case: str) -> None
 
 def test_a_checkpoint_of_two_ranks_resumes_on_one(two_ranks: Path) -> None:
     core = build("streamed")
-    core.load(str(two_ranks / "streamed"))
+    core.load(two_ranks / "streamed")
     weights = torch.load(two_ranks / "streamed" / "weights.pt")
     assert all(torch.equal(tensor, weights[name]) for name, tensor in core.weights().items())

@@ -105,7 +105,7 @@ class FakeLearner:
         self.trained.append(taken)
         self.version += 1
         self.on_step(step)
-        return StepResult(version=self.version, metrics={"policy/loss": 0.5})
+        return StepResult(version=self.version, metrics={"policy/loss": 0.5, "time/learn": 0.0})
 
     async def save(self, folder: Path) -> None:
         (folder / "state.json").write_text(json.dumps(self.trained))

@@ -126,9 +126,9 @@ def test_lag_counts_versions() -> None:
 def test_resume_is_bit_exact(tmp_path: Path, algorithm: str) -> None:
     straight = make_core(ALGORITHMS[algorithm], {"schedule": {"kind": "cosine"}})
     run_step(straight, make_groups(seed=1))
-    straight.save(str(tmp_path))
+    straight.save(tmp_path)
     resumed = make_core(ALGORITHMS[algorithm], {"schedule": {"kind": "cosine"}}, seed=7)
-    resumed.load(str(tmp_path))
+    resumed.load(tmp_path)
     a, b = (run_step(core, make_groups(seed=2), version=1) for core in (straight, resumed))
     assert same(straight.weights(), resumed.weights())
     assert a["policy/learning_rate"] == b["policy/learning_rate"]
@@ -172,7 +172,7 @@ class MemoryBus:
 
 class MemoryStore(dict[int, Mapping[str, Tensor]]):
     def put(self, version: int, weights: Mapping[str, Tensor]) -> None:
-        self[version] = weights
+        self[version] = {name: tensor.clone() for name, tensor in weights.items()}
 
     def get(self, version: int) -> Mapping[str, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
         return self[version]
@@ -190,7 +190,7 @@ def test_the_local_learner_takes_groups_off_the_bus_and_publishes_versions(tmp_p
         learner = LocalLearner(core, bus, store, save_weights=lambda folder, weights: saved.update(weights))
         await learner.publish(0)
         result = await learner.step(0, indices(4))
-        await learner.save(str(tmp_path))
+        await learner.save(tmp_path)
         await learner.close()
         assert result.version == 1
         assert not bus.groups

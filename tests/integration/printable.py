@@ -1,4 +1,4 @@
-"""A task any model can improve on at once: answer with digits. Named in test recipes as `…/digits.py:Digits`."""
+"""A task any model can improve on at once: answer in printable ASCII. Test recipes name it `…/printable.py:Printable`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lockstep.types import Message, Sample, Verdict
 
 
 @dataclass(frozen=True, kw_only=True)
-class Digits:
+class Printable:
     fast: ClassVar[bool] = True
     num_train: int = 64
     fail_on: str = ""  # raise when the prompt holds this
@@ -30,7 +30,7 @@ class Digits:
         if self.fail_on and self.fail_on in sample.messages[0].content:
             raise RuntimeError("asked to fail")
         time.sleep(self.slow)
-        if os.environ.get("DIGITS_NAN"):
+        if os.environ.get("PRINTABLE_NAN"):
             return Verdict(value=float("nan"))
-        share = sum(c in "0123456789" for c in answer) / max(len(answer), 1)
-        return Verdict(value=share, parts={"correct": share}, reasons=(f"{share:.0%} digits",))
+        share = sum(c.isascii() and c.isprintable() for c in answer) / max(len(answer), 1)
+        return Verdict(value=share, parts={"correct": share}, reasons=(f"{share:.0%} printable",))
