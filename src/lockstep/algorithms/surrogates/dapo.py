@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
-from lockstep.algorithms.segments import bounded_exp
+from lockstep.algorithms.clipping import clipped
 from lockstep.types import Batch
 
 
@@ -23,5 +22,4 @@ class DAPO:
     high: float = 0.28
 
     def __call__(self, logp: Tensor, batch: Batch) -> Tensor:
-        r, A = bounded_exp(logp - batch.logp_prox), batch.advantage
-        return -torch.min(r * A, r.clamp(1 - self.low, 1 + self.high) * A)
+        return -clipped(logp, batch, self.low, self.high)

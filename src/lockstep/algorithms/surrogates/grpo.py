@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
-from lockstep.algorithms.segments import bounded_exp
+from lockstep.algorithms.clipping import clipped
 from lockstep.types import Batch
 
 
@@ -22,5 +21,4 @@ class GRPO:
     eps: float = 0.2
 
     def __call__(self, logp: Tensor, batch: Batch) -> Tensor:
-        r, A = bounded_exp(logp - batch.logp_prox), batch.advantage
-        return -torch.min(r * A, r.clamp(1 - self.eps, 1 + self.eps) * A)
+        return -clipped(logp, batch, self.eps, self.eps)
