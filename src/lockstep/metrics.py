@@ -14,7 +14,11 @@ class Metric:
 
 
 METRICS = (
-    Metric("eval/accuracy", "held-out share judged correct, greedy", "rises"),
+    Metric(
+        "eval/accuracy",
+        "held-out share judged correct (the part `correct`, else the reward, is at least 1), greedy",
+        "rises",
+    ),
     Metric("eval/avg_at_k", "mean correctness of k sampled answers per problem"),
     Metric("eval/pass_at_k", "share of problems with at least one correct answer among k"),
     Metric("eval/length", "mean sampled tokens of greedy answers"),

@@ -83,12 +83,21 @@ class Verdict:
     """A reward and why. `value is None` means the reward failed (raised, timed out, NaN): never trained on."""
 
     value: float | None
-    parts: Mapping[str, float] = field(default_factory=dict)  # {"correct": 1.0, "format": 0.1}
+    parts: Mapping[str, float] = field(default_factory=dict)  # {"correct": 0.9, "format": 0.1}, after their weights
     reasons: tuple[str, ...] = ()  # ("correct: 42 equals 42", "format: no final answer marker")
+    correct: bool | None = None  # whether the answer is right, which weights hide; None: see `is_correct`
 
     @property
     def failed(self) -> bool:
         return self.value is None
+
+    @property
+    def is_correct(self) -> bool:
+        """What evaluation counts. A reward that does not say is right where its part `correct`, else its value, is
+        at least 1."""
+        if self.correct is not None:
+            return self.correct
+        return self.value is not None and self.parts.get("correct", self.value) >= 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

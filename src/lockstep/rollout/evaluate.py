@@ -33,7 +33,6 @@ class Evaluator:
     answerer: Answerer
     samples: Sequence[Sample]
     config: EvalConfig
-    threshold: float = 1.0  # an answer counts as correct if its `correct` part (or its reward) reaches this
 
     async def run(self, on_answer: Callable[[Sample, Trajectory], None] | None = None) -> dict[str, float]:
         """consumes: the held-out samples · waits for: the engine and the judge"""
@@ -43,7 +42,7 @@ class Evaluator:
                 on_answer(sample, answer)
         judged = [a for a in greedy if not a.verdict.failed]
         metrics = {
-            "eval/accuracy": mean([self._correct(a) for a in judged]),
+            "eval/accuracy": mean([a.verdict.is_correct for a in judged]),
             "eval/length": mean([a.num_sampled for a in greedy]),
             "eval/truncated": mean([a.truncated for a in greedy]),
             "eval/failed": float(len(greedy) - len(judged)),
@@ -52,7 +51,7 @@ class Evaluator:
 
     async def _at_k(self) -> dict[str, float]:
         groups = await self._answers("eval-k", self.config.temperature, self.config.k)
-        correct = [[self._correct(a) for a in group if not a.verdict.failed] for group in groups]
+        correct = [[a.verdict.is_correct for a in group if not a.verdict.failed] for group in groups]
         return {
             "eval/avg_at_k": mean([value for group in correct for value in group]),
             "eval/pass_at_k": mean([any(group) for group in correct if group]),
@@ -67,10 +66,6 @@ class Evaluator:
         finally:
             for task in tasks:  # if one failed, nobody waits for the others
                 task.cancel()
-
-    def _correct(self, answer: Trajectory) -> bool:
-        value = answer.verdict.parts.get("correct", answer.verdict.value)
-        return value is not None and value >= self.threshold
 
 
 def mean(values: Sequence[float]) -> float:

@@ -158,6 +158,19 @@ def test_evaluation_is_greedy_and_counts_failures_nowhere(dense: PreTrainedModel
     within(test)
 
 
+def test_accuracy_does_not_depend_on_weights(dense: PreTrainedModel) -> None:
+    async def weighted(sample: Sample, answer: str) -> Verdict:
+        return Verdict(value=0.9, parts={"correct": 0.9, "format": 0.0}, correct=True)
+
+    async def test() -> None:
+        async with answering(dense) as answerer:
+            right = replace(answerer, judge=weighted)
+            metrics = await Evaluator(answerer=right, samples=[problem()], config=EvalConfig(k=2)).run()
+            assert metrics["eval/accuracy"] == metrics["eval/avg_at_k"] == metrics["eval/pass_at_k"] == 1.0
+
+    within(test)
+
+
 def test_an_evaluation_that_fails_leaves_nothing_running(dense: PreTrainedModel) -> None:
     samples = [problem(f"eval/{i}") for i in range(4)] + [problem("eval/long", "x" * 500)]
 

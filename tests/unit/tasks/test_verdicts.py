@@ -13,6 +13,29 @@ def test_parts_are_weighted_and_say_why() -> None:
     assert verdict.reasons == ("correct: 42 is 42", "format: half of it")
 
 
+@pytest.mark.parametrize(
+    ("verdict", "correct"),
+    [
+        (combine(Part("correct", 1.0, "", weight=0.9), Part("format", 1.0, "", weight=0.1)), True),
+        (combine(Part("correct", 1.0, "", weight=0.9), Part("format", 0.0, "", weight=0.1)), True),
+        (combine(Part("correct", 0.9, "", weight=5.0)), False),
+        (combine(Part("correct", 0.0, ""), Part("format", 1.0, "")), False),
+        (combine(Part("placed", 1.0, "")), True),
+        (combine(Part("placed", 1.0, "", weight=0.2)), False),
+        (Verdict(value=0.2, parts={"correct": 1.0}), True),
+        (Verdict(value=1.2, parts={"correct": 0.5}), False),
+        (Verdict(value=0.7, correct=True), True),
+        (Verdict(value=1.0, correct=False), False),
+        (1, True),
+        (True, True),
+        (0.99, False),
+        (failed("it broke"), False),
+    ],
+)
+def test_an_answer_is_correct_whatever_the_weights(verdict: Verdict | float, correct: bool) -> None:
+    assert judged(lambda _sample, _answer: verdict, SAMPLE, "").is_correct is correct
+
+
 def test_a_failure_is_one_short_line() -> None:
     verdict = failed("first\nsecond " + "x" * 1000)
     assert verdict.failed

@@ -23,11 +23,15 @@ class Part:
 
 
 def combine(*parts: Part) -> Verdict:
-    """The weighted sum of the parts. `Verdict.parts` holds the weighted scores, so they add up to the value."""
+    """The weighted sum of the parts. `Verdict.parts` holds the weighted scores, so they add up to the value; an answer
+    is correct if the part of that name scores at least 1 before its weight."""
     weighted = {part.name: part.weight * part.score for part in parts}
     assert len(weighted) == len(parts), f"two parts of one name: {[part.name for part in parts]}"
     return Verdict(
-        value=sum(weighted.values()), parts=weighted, reasons=tuple(f"{part.name}: {part.reason}" for part in parts)
+        value=sum(weighted.values()),
+        parts=weighted,
+        reasons=tuple(f"{part.name}: {part.reason}" for part in parts),
+        correct=next((part.score >= 1.0 for part in parts if part.name == "correct"), None),
     )
 
 
@@ -53,6 +57,7 @@ def _checked(result: object) -> Verdict:
         value=_number("value", verdict.value),
         parts={str(name): _number(f"part {name}", part) for name, part in verdict.parts.items()},
         reasons=tuple(map(str, verdict.reasons)),
+        correct=None if verdict.correct is None else bool(verdict.correct),
     )
 
 
