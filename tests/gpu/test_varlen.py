@@ -25,7 +25,7 @@ def make_batch() -> Batch:
         prompt = torch.randint(997, (prompt_length,), generator=generator)
         for length in (5, 130, 64):
             tokens = torch.cat([prompt, torch.randint(997, (length,), generator=generator)])
-            rows.append(example_row(tokens, torch.arange(len(tokens)) >= prompt_length))
+            rows.append(replace(example_row(tokens, torch.arange(len(tokens)) >= prompt_length), alone=False))
     return collate(rows).to(torch.device("cuda"))
 
 

@@ -176,6 +176,13 @@ def test_a_shared_prompt_runs_once_and_nothing_changes(name: str) -> None:
     torch.testing.assert_close(results[0], results[1], rtol=1e-4, atol=1e-5)
 
 
+def test_nobody_looks_for_a_prompt_that_examples_share() -> None:
+    answers = rows((5, 8, 3))
+    examples = [replace(join(rows((17,))[0], answer), alone=True) for answer in answers]
+    assert collate(examples).shared is None
+    assert collate([replace(example, alone=False) for example in examples]).shared is not None
+
+
 def join(prompt: Row, answer: Row) -> Row:
     tokens = torch.cat([prompt.tokens, answer.tokens])
-    return example_row(tokens, torch.arange(len(tokens)) >= len(prompt))
+    return replace(example_row(tokens, torch.arange(len(tokens)) >= len(prompt)), alone=False)

@@ -25,6 +25,7 @@ class Row:
     logp_prox: Tensor | None = None  # [T] float32, None until the learner has scored it
     values: Tensor | None = None  # [T] float32
     returns: Tensor | None = None  # [T] float32
+    alone: bool = False  # no neighbour answers the same prompt, so nobody looks for a prefix they share
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -52,7 +53,7 @@ def example_row(tokens: Tensor, mask: Tensor) -> Row:
     if mask[0]:
         raise ValueError("the first token of an example cannot be learned: nothing predicts it")
     zeros = torch.zeros(len(mask))
-    return Row(tokens=tokens, mask=mask, logp_behav=zeros, advantage=mask.float(), lag=zeros.int())
+    return Row(tokens=tokens, mask=mask, logp_behav=zeros, advantage=mask.float(), lag=zeros.int(), alone=True)
 
 
 class Packer:
@@ -116,6 +117,8 @@ def shared_prefixes(rows: Sequence[Row], worth: float = 0.1) -> Tensor | None:
 
     A token's activations depend on the tokens up to it alone, so sharing is exact. None if it would save too little.
     """
+    if all(row.alone for row in rows):
+        return None
     parts = [torch.arange(len(rows[0]))]
     offset = num_shared = 0
     for before, row in pairwise(rows):
