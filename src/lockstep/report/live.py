@@ -143,7 +143,8 @@ class LiveView:
             self._print(self._plain_line(metrics))
 
     def samples(self, step: int, group: types.Group) -> None:
-        self._answer = (step, group)
+        if group.trajectories:  # a prompt that left no room for an answer has none to show
+            self._answer = (step, group)
 
     def event(self, step: int, kind: str, text: str) -> None:
         line = one_line(f"step {step} {kind}: {text}")

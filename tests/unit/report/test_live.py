@@ -67,6 +67,18 @@ def test_the_view_shows_the_run_at_any_width(width: int) -> None:
     assert "\x1b[2J" not in shown
 
 
+@pytest.mark.parametrize("before", [(), (1.0,)])
+def test_a_group_without_answers_leaves_the_last_answer_standing(before: tuple[float, ...]) -> None:
+    console = terminal()
+    with LiveView("demo", console=console) as view:
+        if before:
+            view.samples(1, make_group(0, *before))
+        view.samples(2, make_group(1))  # the prompt was too long
+        view.phase("RL", 60)
+        console.print(view.render())
+    assert ("It is 42." in text(console)) is bool(before)
+
+
 def test_an_unfinished_view_renders_before_anything_happened() -> None:
     console = terminal()
     console.print(LiveView("demo", console=console).render())
