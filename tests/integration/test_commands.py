@@ -36,6 +36,14 @@ def test_generate_answers_each_prompt(unbroken: Path) -> None:
     assert output == run("generate", str(unbroken), "e1", "e2", "-n", "2", "--max-tokens", "4", "--temperature", "1")
 
 
+def test_what_models_say_is_never_markup(unbroken: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = "[/x] [bold]a[/bold]\\"
+    for module in ("lockstep.cli.inference", "lockstep.rollout.worker"):
+        monkeypatch.setattr(f"{module}.response_text", lambda tokenizer, tokens: said)
+    assert f"[/y] {said} (" in run("generate", str(unbroken), "[/y]", "--max-tokens", "2")
+    assert said in run("eval", str(unbroken), "eval.samples=2")
+
+
 def test_report_draws_one_run_and_compares_two(unbroken: Path, tmp_path: Path) -> None:
     assert "report.html" in run("report", str(unbroken))
     page = tmp_path / "both.html"

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from lockstep.assembly.recipe import Recipe
 from lockstep.assembly.roles import Sampling, load_model
@@ -33,7 +34,7 @@ def evaluate(checkpoint: str, overrides: Sequence[str], *, recipe: str | None, s
     async def run() -> dict[str, float]:
         roles = Sampling(chosen, load_model(chosen, path))
         try:
-            evaluator = roles.evaluator(lambda text: console.print(f"[yellow]{text}[/yellow]"))
+            evaluator = roles.evaluator(lambda text: console.print(Text(text, style="yellow")))
             assert evaluator is not None
             with console.status(f"evaluating {len(evaluator.samples)} held-out problems"):
                 return await evaluator.run(keep)
@@ -42,12 +43,17 @@ def evaluate(checkpoint: str, overrides: Sequence[str], *, recipe: str | None, s
 
     metrics = asyncio.run(run())
     for sample, answer in shown:
-        console.print(f"\n[bold]{sample.messages[-1].content}[/bold]\n{answer.text}", highlight=False)
-        console.print(f"[dim]{answer.verdict.value}: {'; '.join(answer.verdict.reasons)}[/dim]", highlight=False)
-    table = Table(title=f"{path} on {chosen.task.name}", show_header=False)
+        console.print(_shown(sample, answer))
+    table = Table(title=Text(f"{path} on {chosen.task.name}"), show_header=False)
     for name, value in metrics.items():
         table.add_row(name, f"{value:.4g}")
     console.print(table)
+
+
+def _shown(sample: Sample, answer: Trajectory) -> Text:
+    """Text and never markup: a model may well answer `[/b]`."""
+    why = f"{answer.verdict.value}: {'; '.join(answer.verdict.reasons)}"
+    return Text.assemble("\n", (sample.messages[-1].content, "bold"), f"\n{answer.text}\n", (why, "dim"))
 
 
 def generate(
@@ -67,20 +73,20 @@ def generate(
     async def run() -> None:
         loaded = load_model(chosen)
         roles = Sampling(chosen, loaded)
-        requests = [
-            Request(
-                uid=f"{number}/{n}",
-                tokens=tuple(render_prompt(loaded.tokenizer, [Message("user", prompt)])),
-                params=replace(chosen.rollout.params(), seed=seed + n),
-            )
-            for number, prompt in enumerate(prompts)
-            for n in range(num)
-        ]
         try:
+            requests = [
+                Request(
+                    uid=f"{number}/{n}",
+                    tokens=tuple(render_prompt(loaded.tokenizer, [Message("user", prompt)])),
+                    params=replace(chosen.rollout.params(), seed=seed + n),
+                )
+                for number, prompt in enumerate(prompts)
+                for n in range(num)
+            ]
             async for done in roles.engine.generate(requests):
                 prompt = prompts[int(done.uid.split("/")[0])]
                 text = response_text(loaded.tokenizer, done.tokens)
-                console.print(f"[bold]{prompt}[/bold] {text} [dim]({done.stop_reason})[/dim]", highlight=False)
+                console.print(Text.assemble((prompt, "bold"), f" {text} ", (f"({done.stop_reason})", "dim")))
         except ValueError as error:
             raise ConfigError(str(error)) from None
         finally:
