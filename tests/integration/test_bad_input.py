@@ -18,6 +18,7 @@ CASES = {
     "model.path=/no/such/model": "give exactly one of",
     "rollout.top_p=0.9": "training needs the model's own distribution",
     "train.prompts=0": "train.prompts",
+    "train.group_size=1": "use 2 or more",
     "nonsense": "is not of the form",
 }
 
@@ -60,6 +61,7 @@ def test_a_missing_checkpoint_is_told_in_one_line(tmp_path: Path, refused) -> No
     shape = text[text.index("[model.init]") : text.index("[task]")]
     recipe.write_text(text.replace(shape, '[model]\npath = "./gone"\n'))
     assert "no model at './gone'" in refused("train", str(recipe), "--plain")
+    assert not (tmp_path / "runs/small").exists(), "the corrected command can be given again"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
@@ -78,6 +80,7 @@ def test_rewards_that_fail_never_train(tmp_path: Path) -> None:
     recipe = str(runs.write_recipe(tmp_path))
     result = runs.lockstep(tmp_path, "train", recipe, "train.steps=2", "eval.samples=0", "--plain", PRINTABLE_NAN="1")
     assert result.returncode == 0, result.stderr
+    assert "checkpoint  runs/small/checkpoints/step-000002" in result.stdout, "there is no best without an evaluation"
     run = tmp_path / "runs/small"
     assert runs.metrics(run, "reward/failed") == {1: 16, 2: 16}
     assert runs.metrics(run, "policy/skipped") == {1: 1, 2: 1}

@@ -114,11 +114,10 @@ def _resolve(checkpoint: str) -> str:
     """A run stands for its best checkpoint, or the newest if none was evaluated; anything else for itself."""
     if not _is_run(checkpoint):
         return checkpoint
-    folder = RunFolder.open(Path(checkpoint)).checkpoints
-    found = [folder / "best"] if (folder / "best").exists() else sorted(folder.glob("step-*"))
-    if not found:
+    found = RunFolder.open(Path(checkpoint)).result
+    if found is None:
         raise ConfigError(f"the run {checkpoint} has no checkpoint yet")
-    return str(found[-1].resolve())
+    return str(found.resolve())
 
 
 def _ask_only(path: str) -> dict[str, object]:

@@ -36,8 +36,10 @@ def train(
     if progress is None:  # not rank 0
         return
     best = "" if progress.best is None else f", best held-out accuracy {progress.best:.1%}"
+    folder = RunFolder.open(root)
     console.print(f"done: {progress.step} steps{best}", highlight=False)
-    console.print(f"  report      {root}/report.html\n  checkpoint  {root}/checkpoints/best", highlight=False)
+    places = f"  report      {folder.report}\n  checkpoint  {folder.result or 'none could be saved'}"
+    console.print(places, markup=False, highlight=False, soft_wrap=True)
 
 
 def _choose(recipe: str | None, overrides: Sequence[str], resume: Path | None, runs: Path) -> tuple[Recipe, Path]:

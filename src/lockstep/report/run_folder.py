@@ -78,6 +78,12 @@ class RunFolder:
         return self.root / "checkpoints"
 
     @property
+    def result(self) -> Path | None:
+        """The best checkpoint, or the newest where none was evaluated; None before the first."""
+        best = self.checkpoints / "best"
+        return best if best.exists() else max(self.checkpoints.glob("step-*"), key=_by_number, default=None)
+
+    @property
     def plots(self) -> Path:
         return self.root / "plots"
 
@@ -123,6 +129,11 @@ class RunFolder:
         keep_rows(self.metrics, lambda row: row["step"] <= step or (step >= 0 and _is_warmup(row)))
         keep_rows(self.samples, lambda row: row["step"] <= step)
         keep_rows(self.events, lambda row: row["step"] <= step)
+
+
+def _by_number(checkpoint: Path) -> tuple[int, str]:
+    """Names grow longer after a million steps."""
+    return len(checkpoint.name), checkpoint.name
 
 
 def _is_warmup(row: Row) -> bool:

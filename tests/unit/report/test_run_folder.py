@@ -24,6 +24,15 @@ def test_opening_what_is_no_run_is_one_clear_line(tmp_path: Path) -> None:
         RunFolder.open(tmp_path / "nowhere")
 
 
+def test_a_run_stands_for_its_best_checkpoint_else_its_newest(folder: RunFolder) -> None:
+    assert folder.result is None
+    for step in (999_999, 1_000_000, 3):
+        (folder.checkpoints / f"step-{step:06d}").mkdir(parents=True)
+    assert folder.result == folder.checkpoints / "step-1000000"
+    (folder.checkpoints / "best").symlink_to("step-000003")
+    assert folder.result == folder.checkpoints / "best"
+
+
 def test_a_resumed_history_has_each_step_once(folder: RunFolder) -> None:
     with RunRecorder(folder) as recorder:
         for step in range(1, 7):
