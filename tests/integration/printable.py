@@ -1,4 +1,4 @@
-"""A task any model can improve on at once: answer in printable ASCII. Test recipes name it `…/printable.py:Printable`."""
+"""A task any model improves on at once: answer in printable ASCII. Test recipes name it `printable.py:Printable`."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from pathlib import Path
 
@@ -54,3 +55,9 @@ def test_sampling_ahead_keeps_the_staleness_bound_and_resumes(tmp_path: Path) ->
     assert result.returncode == 0, result.stderr
     assert set(runs.metrics(run, "reward/mean")) == set(range(1, 9))
     assert max(runs.metrics(run, "rollout/lag_max").values()) <= 2
+
+
+def test_answers_of_every_step_are_kept_with_their_reasons(unbroken: Path) -> None:
+    rows = [json.loads(line) for line in (unbroken / "samples.jsonl").read_text().splitlines()]
+    assert {row["step"] for row in rows} == {1, 2, 3, 4, 5, 6}
+    assert all("printable" in row["reasons"][0] for row in rows)

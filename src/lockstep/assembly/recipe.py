@@ -49,3 +49,17 @@ class Recipe(Config):
                 "top_k, top_p and min_p off (the kept set is not replayed in the learner)"
             )
         return self
+
+    @model_validator(mode="after")
+    def _can_learn(self) -> Recipe:
+        """Combinations that would run to the end and teach nothing."""
+        advantage = self.algorithm.advantage_plugin
+        compares = advantage.cls.scope == "group" and not self.algorithm.needs_values  # type: ignore[attr-defined]
+        if self.train.group_size == 1 and compares:
+            raise ValueError(
+                f"train.group_size = 1: the advantage {advantage.name!r} compares answers to the same prompt, "
+                "so every one would be 0; use 2 or more"
+            )
+        if self.warmup and self.warmup.control and not self.eval.samples:
+            raise ValueError("warmup.control = true needs an evaluation to compare: set eval.samples above 0")
+        return self

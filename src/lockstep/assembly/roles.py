@@ -3,34 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from lockstep.assembly.devices import choose_device
 from lockstep.assembly.recipe import Recipe
 from lockstep.bus import memory as bus_memory
 from lockstep.config import ConfigError
-from lockstep.data.chat import end_tokens
 from lockstep.data.order import PromptOrder
 from lockstep.learner.local import LocalLearner
 from lockstep.learner.ranks import Ranks
 from lockstep.learner.step import LearnerCore
-from lockstep.models import loading, paged, varlen
+from lockstep.models import loading, varlen
 from lockstep.models.head import install_head
 from lockstep.models.loading import Loaded, ModelConfig
 from lockstep.models.selfcheck import self_check
-from lockstep.models.twins import twin, use_attention
+from lockstep.models.twins import use_attention
 from lockstep.protocols import Bus, Engine, Recorder, Task
-from lockstep.rollout.core import EngineCore
-from lockstep.rollout.engines.embedded import Embedded
 from lockstep.rollout.evaluate import Evaluator
 from lockstep.rollout.worker import Answerer, GroupRollout
 from lockstep.tasks.judging import Judge
-from lockstep.types import Group, Sample
+from lockstep.types import Sample
 from lockstep.weights import memory as weights_memory
 
 
@@ -51,9 +46,8 @@ class Sampling:
         self.recipe = recipe
         self.loaded = loaded
         self.store = weights_memory.Memory(snapshot=not share)
-        ends = end_tokens(loaded.tokenizer, loaded.module.generation_config.eos_token_id)  # type: ignore[union-attr]
-        core = EngineCore(twin(loaded.module, paged.NAME, share=share), loaded.tokenizer, ends, recipe.rollout)
-        self.engine: Engine = Embedded(core, store=None if share else self.store, update=recipe.rollout.update)
+        engine = recipe.rollout.engine.cls
+        self.engine: Engine = engine.start(loaded, recipe.rollout, None if share else self.store)  # type: ignore[attr-defined]
 
     @cached_property
     def task(self) -> Task:
@@ -99,9 +93,16 @@ class Training(Sampling):
     def __init__(self, recipe: Recipe, loaded: Loaded, recorder: Recorder, *, version: int = 0) -> None:
         ranks = Ranks.current(loaded.module.device)
         super().__init__(recipe, loaded, share=recipe.train.max_staleness == 0 and ranks.world == 1)
-        self.bus = RecordedBus(bus_memory.Memory(), recorder)
+        self.bus: Bus = bus_memory.Memory()
         self.core = learner_core(recipe, loaded, ranks)
-        self.learner = LocalLearner(self.core, self.bus, self.store, save_weights=self._save_weights, version=version)
+        self.learner = LocalLearner(
+            self.core,
+            self.bus,
+            self.store,
+            save_weights=self._save_weights,
+            on_group=recorder.samples,
+            version=version,
+        )
         self.rollout = GroupRollout(
             answerer=self.answerer,
             bus=self.bus,
@@ -136,28 +137,3 @@ def learner_core(recipe: Recipe, loaded: Loaded, ranks: Ranks) -> LearnerCore:
     install_head(loaded.module, with_value=recipe.algorithm.needs_values)
     num_updates = recipe.train.steps * recipe.learner.num_updates
     return LearnerCore(loaded.module, recipe.algorithm, recipe.learner, num_updates=num_updates, ranks=ranks)
-
-
-@dataclass(slots=True)
-class RecordedBus:
-    """A bus that keeps samples of what is learned from. `step` is moved on by whoever logs steps."""
-
-    inner: Bus
-    recorder: Recorder
-    step: int = 0
-
-    async def put(self, group: Group) -> None:
-        await self.inner.put(group)
-
-    async def get(self, index: int) -> Group:
-        group = await self.inner.get(index)
-        self.recorder.samples(self.step, group)
-        return group
-
-    async def drop(self, index: int) -> None:
-        await self.inner.drop(index)
-
-
-def set_seed(seed: int) -> None:
-    """Nothing in a run draws from torch's global generator; this makes a plug-in that does so repeatable too."""
-    torch.manual_seed(seed)

@@ -9,13 +9,13 @@ import asyncio
 import shutil
 import signal
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from lockstep.assembly.devices import choose_device
 from lockstep.assembly.outcome import Interrupted
 from lockstep.assembly.recipe import Recipe
-from lockstep.assembly.roles import Training, learner_core, load_model, set_seed
+from lockstep.assembly.roles import Training, learner_core, load_model
 from lockstep.assembly.warmup import Supervised
 from lockstep.config import ConfigError
 from lockstep.controller.checkpoints import Checkpoints, Progress
@@ -49,13 +49,28 @@ def train(recipe: Recipe, root: Path, *, resume: bool = False, plain: bool = Fal
     if resume:
         folder.rewind(found[1].step if found else -1)
     folder.write_config(recipe.model_dump(mode="json"))
-    with RunRecorder(folder, recipe.record) as recorder, LiveView(recipe.name, plain=plain) as view:
-        run = _Run(recipe, folder, checkpoints, recorder, view)
-        progress = asyncio.run(run.main(found))
-    write_report(folder)
+    with _kept_if_begun(folder):
+        with RunRecorder(folder, recipe.record) as recorder, LiveView(recipe.name, plain=plain) as view:
+            run = _Run(recipe, folder, checkpoints, recorder, view)
+            progress = asyncio.run(run.main(found))
+        write_report(folder)
     if progress.step < recipe.train.steps:
         raise Interrupted(root, progress.step, recipe.train.steps)
     return progress
+
+
+@contextmanager
+def _kept_if_begun(folder: RunFolder) -> Iterator[None]:
+    """A run that failed still gets its report; one that failed before its first checkpoint leaves no folder behind."""
+    try:
+        yield
+    except BaseException as error:
+        if folder.checkpoints.is_dir():
+            with suppress(OSError):  # the disk may be what failed
+                write_report(folder)
+        elif isinstance(error, ConfigError):
+            shutil.rmtree(folder.root)
+        raise
 
 
 def _follow(recipe: Recipe, ranks: Ranks) -> None:
@@ -78,7 +93,6 @@ class _Run:
 
     async def main(self, found: tuple[Path, Progress] | None) -> Progress:
         """consumes: the last checkpoint, if any · waits for: the loop · unblocked by: its last step, or a signal"""
-        set_seed(self.recipe.seed)
         self.view.phase("loading", 0)
         checkpoint, progress = found or (None, START)
         loaded = load_model(self.recipe, checkpoint)

@@ -64,6 +64,10 @@ class Gate:
         self._changed.set()
 
     @property
+    def num_in_flight(self) -> int:
+        return len(self._in_flight)
+
+    @property
     def stopped(self) -> bool:
         return self._stopped
 

@@ -96,6 +96,7 @@ class Controller:
         self._next_index = progress.next_index
         self._again = list(progress.unfinished)
         self._tally = Tally()
+        self._arrived: dict[int, GroupReceipt] = {}  # sampled, neither ready nor dropped yet
         self._receipts: dict[int, GroupReceipt] = {}  # of groups that wait for their step
         self._rollouts: set[asyncio.Task[None]] = set()
         self._failure: BaseException | None = None
@@ -112,6 +113,7 @@ class Controller:
             await self._train()
         except Stopped:
             if self._failure is not None:
+                await self._save()  # the weights are those of the last whole step
                 raise self._failure from None
             self.roles.recorder.event(self.progress.step, "stopped", "stopped on request; --resume goes on from here")
         finally:
@@ -168,7 +170,16 @@ class Controller:
         return self._next_index - 1
 
     async def _roll(self, index: int, version: int) -> None:
-        receipt = await self.roles.rollout.run(index, self.roles.sample(index), version)
+        """Which groups are replaced may depend on how many already were, so without staleness (where a run must be
+        repeatable) that is decided for the whole batch at once, in order of prompts."""
+        self._arrived[index] = await self.roles.rollout.run(index, self.roles.sample(index), version)
+        if self.dynamic_sampling and self.config.max_staleness == 0 and len(self._arrived) < self.gate.num_in_flight:
+            return
+        for arrived in sorted(self._arrived):
+            await self._settle(arrived, self._arrived.pop(arrived))
+
+    async def _settle(self, index: int, receipt: GroupReceipt) -> None:
+        """Ready to be learned from, or without signal and replaced."""
         may_replace = self._tally.replaced < self.config.max_replaced * self.config.prompts
         if self.dynamic_sampling and not receipt.has_signal and may_replace:
             self._tally.add(receipt)

@@ -13,8 +13,9 @@ from torch import Tensor
 from lockstep.learner.ranks import Front
 from lockstep.learner.step import LearnerCore
 from lockstep.protocols import Bus, WeightStore
-from lockstep.types import StepResult
+from lockstep.types import Group, StepResult
 
+OnGroup = Callable[[int, Group], None]
 SaveWeights = Callable[[Path, Mapping[str, Tensor]], None]
 
 
@@ -28,11 +29,15 @@ class LocalLearner:
         store: WeightStore,
         *,
         save_weights: SaveWeights,
+        on_group: OnGroup = lambda step, group: None,
         version: int = 0,
     ) -> None:
-        """`version` is the one a checkpoint ended with. `save_weights` writes a Hugging Face checkpoint."""
+        """`version` is the one a checkpoint ended with. `save_weights` writes a Hugging Face checkpoint.
+
+        `on_group` sees every group that is learned from, with the number of the step (the first is 1).
+        """
         self._front, self._bus, self._store = Front(core), bus, store
-        self._save_weights = save_weights
+        self._save_weights, self._on_group = save_weights, on_group
         self.version = version
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="learner")
 
@@ -41,6 +46,7 @@ class LocalLearner:
         await self._run(self._front.call, "begin", self.version)
         async for index in groups:
             group = await self._bus.get(index)
+            self._on_group(step + 1, group)
             await self._run(self._front.call, "accumulate", [group])
         metrics = await self._run(self._front.call, "finish")
         await self.publish(self.version + 1)

@@ -58,12 +58,15 @@ class Loaded:
 
 
 def load(config: ModelConfig, *, dtype: torch.dtype, device: torch.device, seed: int) -> Loaded:
+    """Parameters in `dtype`, save those the model itself keeps in float32; buffers (rotary tables) as they are."""
     if config.init is not None:
         module, tokenizer = tiny_model(config.init, seed), byte_tokenizer()
+        for parameter in module.parameters():
+            parameter.data = parameter.data.to(dtype)
     else:
         with _quietly():
             module, tokenizer = _load_module(config.path, dtype), _load_tokenizer(config.path)
-    nn.Module.to(module, device=device, dtype=dtype)
+    nn.Module.to(module, device)
     return Loaded.of(module, tokenizer)
 
 

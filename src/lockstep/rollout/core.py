@@ -67,7 +67,7 @@ class EngineCore:
     def check(self, request: Request) -> None:
         """Refuses a request that could never run, before it waits for anything."""
         if problem := self._problem(request):
-            raise ValueError(f"request {request.uid!r}: {problem}")
+            raise ConfigError(f"request {request.uid!r}: {problem}")
 
     def _problem(self, request: Request) -> str | None:
         num_prompt, params, vocab = len(request.tokens), request.params, self.runner.sampling.vocab

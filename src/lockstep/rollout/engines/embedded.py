@@ -12,8 +12,12 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
+from lockstep.data.chat import end_tokens
+from lockstep.models import paged
+from lockstep.models.loading import Loaded
+from lockstep.models.twins import twin
 from lockstep.protocols import WeightStore
-from lockstep.rollout.config import UpdatePolicy
+from lockstep.rollout.config import RolloutConfig, UpdatePolicy
 from lockstep.rollout.core import EngineCore
 from lockstep.types import Completion, Request
 
@@ -65,6 +69,13 @@ class Embedded:
         self._stats: dict[str, float] = {}
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
+
+    @classmethod
+    def start(cls, loaded: Loaded, config: RolloutConfig, store: WeightStore | None) -> Embedded:
+        """As every engine of this folder starts: on a loaded model, with buffers of its own if there is a store."""
+        view = twin(loaded.module, paged.NAME, share=store is None)
+        ends = end_tokens(loaded.tokenizer, loaded.module.generation_config.eos_token_id)  # type: ignore[union-attr]
+        return cls(EngineCore(view, loaded.tokenizer, ends, config), store=store, update=config.update)
 
     async def generate(self, requests: Sequence[Request]) -> AsyncIterator[Completion]:
         """consumes: requests · waits for: the engine's thread · unblocked by: completions, or the thread's end"""
