@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from lockstep.config import ConfigError
 from lockstep.learner.ranks import Ranks
 from lockstep.learner.updates import Updater
 
 FILE = "learner.pt"
+SHOWN = 3  # differences named when a state does not fit
 
 
 def save_state(folder: Path, updater: Updater, ranks: Ranks) -> None:
@@ -24,13 +26,14 @@ def save_state(folder: Path, updater: Updater, ranks: Ranks) -> None:
 
 
 def load_state(folder: Path, updater: Updater) -> None:
-    """Bit for bit what was saved; ValueError if it is the state of another model."""
+    """Bit for bit what was saved; ConfigError, and nothing loaded, if it is of another model or optimiser."""
     state = torch.load(folder / FILE, map_location=updater.ranks.device, weights_only=True)
+    if wrong := updater.misfits(state):
+        more = f"; and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
+        raise ConfigError(f"cannot go on from {str(folder)!r}: {'; '.join(wrong[:SHOWN])}{more}")
     masters = dict(updater.masters.named_parameters())
-    state["masters"]["weights"] = {
-        name: _like(tensor, masters[name]) if name in masters else tensor
-        for name, tensor in state["masters"]["weights"].items()
-    }
+    weights = state["masters"]["weights"]
+    state["masters"]["weights"] = {name: _like(weights[name], master) for name, master in masters.items()}
     owners = [p for group in updater.optimiser.param_groups for p in group["params"]]
     state["optimiser"]["state"] = {
         index: map_tensors(moments, lambda t, owner=owners[index]: _like(t, owner))

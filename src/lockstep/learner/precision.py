@@ -94,13 +94,22 @@ class MasterWeights:
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if differing := self._masters.keys() ^ state["weights"].keys():
-            raise ValueError(f"the saved weights are of another model; names on one side only: {sorted(differing)}")
+        """Of a state without `misfits`."""
         for name, master in self._masters.items():
             master.copy_(state["weights"][name])
         if self._loss_scale and state["loss_scale"]:
             self._loss_scale = LossScale(**state["loss_scale"])
         self.publish()
+
+    def misfits(self, weights: Mapping[str, Tensor]) -> list[str]:
+        """What keeps saved weights from being loaded, in words: names on one side only, and other shapes."""
+        ours = self._masters
+        reshaped = [name for name in ours if name in weights and weights[name].shape != ours[name].shape]
+        return [
+            *(f"it lacks {name}" for name in ours if name not in weights),
+            *(f"its {name} has no place in the model" for name in weights if name not in ours),
+            *(f"its {name} is {[*weights[name].shape]}, the model's is {[*ours[name].shape]}" for name in reshaped),
+        ]
 
 
 @dataclass(slots=True)

@@ -111,9 +111,20 @@ class Updater:
         self.masters.zero_grad()
 
     def state_dict(self) -> dict[str, Any]:
-        return {"masters": self.masters.state_dict(), "optimiser": self.optimiser.state_dict(), "update": self.update}
+        return {
+            "masters": self.masters.state_dict(),
+            "optimiser": {"name": self.config.optimiser.name, "state": self.optimiser.state_dict()["state"]},
+            "update": self.update,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """What was learned, not how: decay, betas and the like stay as the recipe has them now."""
         self.masters.load_state_dict(state["masters"])
-        self.optimiser.load_state_dict(state["optimiser"])
+        self.optimiser.load_state_dict(self.optimiser.state_dict() | {"state": state["optimiser"]["state"]})
         self.update = state["update"]
+
+    def misfits(self, state: dict[str, Any]) -> list[str]:
+        """What keeps `state` from being loaded, in words; empty if it fits."""
+        saved, ours = state["optimiser"]["name"], self.config.optimiser.name
+        other = [f"its optimiser is {saved}, the recipe's is {ours}"] if saved != ours else []
+        return other + self.masters.misfits(state["masters"]["weights"])

@@ -237,10 +237,18 @@ def test_a_resumed_run_is_bit_equal(dtype: torch.dtype) -> None:
     assert_bit_equal(snapshot(module, masters, optimiser), snapshot(resumed, resumed_masters, resumed_optimiser))
 
 
-def test_the_state_of_another_model_is_refused() -> None:
-    masters = MasterWeights(tied(torch.bfloat16), torch.bfloat16)
-    with pytest.raises(ValueError, match=r"proj\.bias"):
-        MasterWeights(nn.Linear(2, 2), torch.float32).load_state_dict(masters.state_dict())
+def test_weights_of_another_model_are_told_apart_by_name_and_shape() -> None:
+    saved = MasterWeights(tied(torch.bfloat16), torch.bfloat16).state_dict()["weights"]
+    assert MasterWeights(tied(torch.float32), torch.float32).misfits(saved) == []
+    other = tied(torch.float32)
+    other.proj, other.norm = nn.Linear(4, 5), nn.LayerNorm(4, bias=False)
+    del saved["proj.bias"]
+    assert MasterWeights(other, torch.float32).misfits(saved | {"value.weight": torch.zeros(1)}) == [
+        "it lacks proj.bias",
+        "it lacks norm.weight",
+        "its value.weight has no place in the model",
+        "its proj.weight is [4, 4], the model's is [5, 4]",
+    ]
 
 
 @given(st.lists(st.booleans(), max_size=60))

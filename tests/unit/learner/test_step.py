@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 from making import make_core, make_group, make_groups, make_trajectory, run_step
 from torch import Tensor
 
+from lockstep.config import ConfigError
 from lockstep.learner.local import LocalLearner
 from lockstep.learner.step import LearnerCore
 from lockstep.metrics import describe
@@ -133,6 +135,43 @@ def test_resume_is_bit_exact(tmp_path: Path, algorithm: str) -> None:
     assert same(straight.weights(), resumed.weights())
     assert a["policy/learning_rate"] == b["policy/learning_rate"]
     assert a["policy/loss"] == b["policy/loss"]
+
+
+@pytest.mark.parametrize("optimiser", ["adamw", "muon"])
+def test_a_resumed_run_takes_the_optimiser_s_options_from_its_recipe(tmp_path: Path, optimiser: str) -> None:
+    core = make_core(DAPO, {"optimiser": optimiser, "weight_decay": 0.0})
+    run_step(core, make_groups(seed=1))
+    core.save(tmp_path)
+    options = {"optimiser": {"name": optimiser, "betas": (0.5, 0.6)}, "weight_decay": 0.3}
+    resumed = make_core(DAPO, options, seed=7)
+    resumed.load(tmp_path)
+    groups = resumed.updater.optimiser.param_groups
+    assert {group["weight_decay"] for group in groups} == {0.0, 0.3}
+    assert {group["betas"] for group in groups if "betas" in group} == {(0.5, 0.6)}
+    assert len(resumed.updater.optimiser.state) == len(core.updater.optimiser.state) > 0
+    for one in (core, resumed):
+        run_step(one, make_groups(seed=2), version=1)
+    assert not same(core.weights(), resumed.weights())
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "learner", "why"),
+    [
+        (DAPO, {"optimiser": "muon"}, "its optimiser is adamw, the recipe's is muon"),
+        (ALGORITHMS["ppo"], {}, "it lacks lm_head.value"),
+    ],
+    ids=["optimiser", "value head"],
+)
+def test_a_state_that_does_not_fit_is_refused_in_one_line(
+    tmp_path: Path, algorithm: dict[str, str], learner: dict[str, str], why: str
+) -> None:
+    make_core(DAPO).save(tmp_path)
+    other = make_core(algorithm, learner, seed=7)
+    before = snapshot(other)
+    with pytest.raises(ConfigError, match=re.escape(why)) as refusal:
+        other.load(tmp_path)
+    assert "\n" not in str(refusal.value)
+    assert same(before, other.weights())
 
 
 def test_supervised_updates_learn_the_examples() -> None:
