@@ -114,7 +114,7 @@ def compare(
     if unknown := set(names) - set(SETTINGS):
         raise ConfigError(f"unknown setting {min(unknown)!r}; choices: {', '.join(SETTINGS)}")
     threads = threads or os.cpu_count() or 1
-    # Threads that spin while they wait for each other cost TRL 6 times its speed when other programs use the cores.
+    # Threads that spin while they wait for each other slow TRL far more than Lockstep when other programs use the cores.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     _quiet()
     console.print(f"{conditions(threads)}; {steps} steps each, in turns, after {warmup} to warm up", highlight=False)
@@ -264,7 +264,7 @@ def prompts(setting: Setting, steps: int) -> list[str]:
 
 
 def trl_options(setting: Setting, steps: int, continuous: bool) -> dict[str, Any]:
-    """TRL at its fastest for this work: a batch is sampled and learned from in one piece, nothing else is done."""
+    """The least work TRL can do for this: a batch is sampled and learned from in one piece, nothing else is done."""
     return {
         "max_steps": steps,
         "per_device_train_batch_size": setting.samples,

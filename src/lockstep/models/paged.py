@@ -123,7 +123,7 @@ def _attend(query: Tensor, keys: Tensor, values: Tensor, segment: Segment, mask:
 
 
 def _gather(cache: Tensor, pages: Tensor) -> Tensor:
-    """[B, P*S, H, D]: whole pages, copied as rows, which on a CPU takes half the time of indexing by a matrix."""
+    """[B, P*S, H, D]: whole pages, copied as rows: on a CPU faster than indexing by a matrix."""
     chosen = cache.flatten(1).index_select(0, pages.flatten())
     return chosen.view(pages.shape[0], -1, *cache.shape[2:])
 
