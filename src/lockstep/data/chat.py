@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
+from lockstep.config import ConfigError
 from lockstep.types import Completion, Message, StopReason, Trajectory, Verdict
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message
 
 def _not_empty(tokens: list[int]) -> list[int]:
     if not tokens:
-        raise ValueError("an empty prompt: there is no token to continue from")
+        raise ConfigError("an empty prompt: there is no token to continue from")
     return tokens
 
 
@@ -57,7 +58,9 @@ def turn_end(tokenizer: PreTrainedTokenizerBase) -> int:
         if end is not None:
             return end
     if tokenizer.eos_token_id is None:
-        raise ValueError("the tokenizer has no EOS token and its template none that ends a turn: answers could not end")
+        raise ConfigError(
+            "the tokenizer has no EOS token and its template none that ends a turn: answers could not end"
+        )
     return cast(int, tokenizer.eos_token_id)
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import TYPE_CHECKING
 
+from lockstep.config import ConfigError
 from lockstep.data.chat import render_demonstration, turn_end
 from lockstep.data.order import PromptOrder
 from lockstep.types import Sample
@@ -39,7 +40,7 @@ class Demonstrations:
 
     def __post_init__(self) -> None:
         if not self.samples:
-            raise ValueError("the task has no demonstrations: warm-up needs samples with a worked solution")
+            raise ConfigError("the task has no demonstrations: warm-up needs samples with a worked solution")
         self._order = PromptOrder(len(self.samples), self.seed)
         self._end = turn_end(self.tokenizer)
 
@@ -49,7 +50,7 @@ class Demonstrations:
         kept = [(tokens, mask) for tokens, mask in rendered if len(tokens) <= self.max_tokens]
         self.num_skipped += len(rendered) - len(kept)
         if not kept:
-            raise ValueError(f"every demonstration of warm-up step {step} is longer than {self.max_tokens} tokens")
+            raise ConfigError(f"every demonstration of warm-up step {step} is longer than {self.max_tokens} tokens")
         return DemonstrationBatch([tokens for tokens, _ in kept], [mask for _, mask in kept])
 
     def batches(self, first_step: int = 0) -> Iterator[DemonstrationBatch]:
@@ -57,5 +58,5 @@ class Demonstrations:
 
     def _render(self, sample: Sample) -> tuple[list[int], list[bool]]:
         if sample.solution is None:
-            raise ValueError(f"demonstration {sample.uid} has no solution")
+            raise ConfigError(f"demonstration {sample.uid} has no solution")
         return render_demonstration(self.tokenizer, sample.messages, sample.solution, self._end)

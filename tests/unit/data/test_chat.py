@@ -6,6 +6,7 @@ from byte_tokens import TEMPLATE, byte_tokenizer
 from tokenizers import processors
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from lockstep.config import ConfigError
 from lockstep.data.chat import Conversation, end_tokens, render_demonstration, render_prompt, response_text, turn_end
 from lockstep.types import Completion, Message, StopReason, Verdict
 
@@ -40,7 +41,7 @@ def test_plain_prompt_keeps_a_start_token_but_never_ends_itself() -> None:
 
 
 def test_empty_prompt_is_refused() -> None:
-    with pytest.raises(ValueError, match="empty prompt"):
+    with pytest.raises(ConfigError, match="empty prompt"):
         render_prompt(byte_tokenizer(), [Message("user", "")])
 
 
@@ -75,7 +76,7 @@ def test_end_tokens_are_all_of_them_once() -> None:
 def test_no_end_token_is_refused() -> None:
     tokenizer = byte_tokenizer()
     tokenizer.eos_token = None
-    with pytest.raises(ValueError, match="no EOS"):
+    with pytest.raises(ConfigError, match="no EOS"):
         turn_end(tokenizer)
 
 

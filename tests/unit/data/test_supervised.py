@@ -1,6 +1,7 @@
 import pytest
 from byte_tokens import TEMPLATE, byte_tokenizer
 
+from lockstep.config import ConfigError
 from lockstep.data.chat import render_demonstration, turn_end
 from lockstep.data.supervised import DemonstrationBatch, Demonstrations
 from lockstep.types import Message, Sample
@@ -45,12 +46,12 @@ def test_too_long_is_left_out_and_counted() -> None:
     batches = [made.batch(step) for step in range(8)]  # three epochs of eight
     assert sum(len(batch.tokens) for batch in batches) == 21
     assert made.num_skipped == 3
-    with pytest.raises(ValueError, match="longer than 2 tokens"):
+    with pytest.raises(ConfigError, match="longer than 2 tokens"):
         demonstrations(max_tokens=2).batch(0)
 
 
 def test_no_demonstrations() -> None:
-    with pytest.raises(ValueError, match="no demonstrations"):
+    with pytest.raises(ConfigError, match="no demonstrations"):
         demonstrations([])
-    with pytest.raises(ValueError, match="x/0 has no solution"):
+    with pytest.raises(ConfigError, match="x/0 has no solution"):
         demonstrations([Sample(uid="x/0", messages=SAMPLES[0].messages)]).batch(0)
