@@ -36,9 +36,11 @@ def load_class(package: str, name: str) -> type:
     if name not in choices(package):
         raise ConfigError(unknown(f"{package.rsplit('.', 1)[-1].rstrip('s')}", name, choices(package)))
     module = import_module(f"{package}.{name}")
-    return next(
-        obj for key, obj in vars(module).items() if key.lower() == name.replace("_", "") and isinstance(obj, type)
-    )
+    wanted = name.replace("_", "")
+    found = [obj for key, obj in vars(module).items() if key.lower() == wanted and isinstance(obj, type)]
+    if not found:
+        raise ConfigError(f"{module.__file__} has no class {name.title().replace('_', '')} (in any capitals)")
+    return found[0]
 
 
 def _load_foreign(name: str) -> type:
@@ -122,7 +124,7 @@ def plugin(package: str) -> BeforeValidator:
 
 
 def _check(cls: type, name: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Options are the fields of a dataclass; any other class takes none from a recipe."""
+    """The options as the types of their fields. Fields are those of a dataclass; any other class takes no options."""
     fields: list[str] = list(getattr(cls, "__dataclass_fields__", {}))
     for key in options:
         if key not in fields:
@@ -130,8 +132,8 @@ def _check(cls: type, name: str, options: dict[str, Any]) -> dict[str, Any]:
     if not fields:
         return options
     try:
-        TypeAdapter(cls).validate_python(options)
+        made = TypeAdapter(cls).validate_python(options)
     except ValidationError as error:
         first = error.errors()[0]
         raise ConfigError(f"{name}.{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
-    return options
+    return {key: getattr(made, key) for key in options}

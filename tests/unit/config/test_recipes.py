@@ -115,6 +115,23 @@ def test_options_reach_the_plugin(tmp_path: Path) -> None:
     assert type(loaded.surrogate.build()) is loaded.surrogate.cls
 
 
+def test_options_have_the_types_of_their_fields(tmp_path: Path) -> None:
+    loaded = recipe(tmp_path, 'name = "a"\nsurrogate = {name = "dapo", high = "2"}')
+    assert loaded.surrogate.options == {"high": 2.0}
+    assert recipe(tmp_path, 'name = "a"', 'surrogate={name="dapo", high=2}').surrogate == loaded.surrogate
+    assert loaded.model_dump(mode="json")["surrogate"] == {"name": "dapo", "high": 2.0}
+
+
+def test_a_misnamed_class_is_told_with_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "misnamed_plugins"
+    folder.mkdir()
+    (folder / "__init__.py").touch()
+    (folder / "two_words.py").write_text("class Other: ...")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match=r"two_words\.py has no class TwoWords \(in any capitals\)"):
+        Plugin(package="misnamed_plugins", name="two_words").build()
+
+
 @pytest.mark.parametrize(
     "package",
     [
