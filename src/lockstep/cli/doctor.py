@@ -13,6 +13,7 @@ from rich.table import Table
 
 from lockstep import __version__
 from lockstep.assembly.devices import choose_device
+from lockstep.config import choices
 from lockstep.learner.config import LearnerConfig
 
 CORE = ("torch", "transformers", "safetensors", "pydantic", "datasets", "math-verify")
@@ -20,6 +21,7 @@ OPTIONAL = {  # module -> (how to get it, what for)
     "trl": ('pip install "lockstep-rl\\[bench]"', "lockstep bench trl"),
     "wandb": ("pip install wandb", "record.wandb = true"),
 }
+UNUSED = ("vllm", "sglang", "ray")  # often there; that nothing here is faster for it is worth saying
 
 
 def examine(console: Console) -> None:
@@ -41,6 +43,9 @@ def _optional() -> Table:
     for module, (how, purpose) in OPTIONAL.items():
         here = find_spec(module) is not None
         table.add_row(module, "[green]yes[/green]" if here else f"no: {how}", purpose)
+    for module in UNUSED:
+        if find_spec(module) is not None:
+            table.add_row(module, "yes", "nothing: not used by this version")
     return table
 
 
@@ -60,7 +65,9 @@ def _choices(device: torch.device) -> Table:
         "variable-length flash attention" if fused else "padded buckets over PyTorch's SDPA",
         "" if fused else "the fused kernel needs CUDA and half precision",
     )
-    table.add_row("rollout engine", "embedded, paged attention over PyTorch's SDPA", "")
+    engines = choices("lockstep.rollout.engines")
+    only = "" if len(engines) > 1 else "the only engine of this version"
+    table.add_row("rollout engine", ", ".join(engines), only)
     table.add_row("threads", str(torch.get_num_threads()), "")
     return table
 
