@@ -114,7 +114,7 @@ def compare(
     if unknown := set(names) - set(SETTINGS):
         raise ConfigError(f"unknown setting {min(unknown)!r}; choices: {', '.join(SETTINGS)}")
     threads = threads or os.cpu_count() or 1
-    # Threads that spin while they wait for each other slow TRL far more than Lockstep when other programs use the cores.
+    # Threads that spin while they wait for each other slow TRL far more than Lockstep when others use the cores too.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     _quiet()
     console.print(f"{conditions(threads)}; {steps} steps each, in turns, after {warmup} to warm up", highlight=False)
