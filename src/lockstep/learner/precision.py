@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from enum import StrEnum
 from typing import Any
 
 import torch
@@ -17,11 +18,20 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+MAX_NONFINITE = 10  # updates in a row; a single one may be an outlier, these are not
+
+
+class Skip(StrEnum):
+    """Why an update left weights and optimiser as they were."""
+
+    EMPTY = "nothing to learn from"  # the gradient is zero
+    NONFINITE = "the gradient is not finite"
+
 
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
-    grad_norm: float  # of the divided gradient, before clipping; inf or NaN when it overflowed
-    skipped: bool  # nothing to learn from (norm 0), or overflow: weights and optimiser are as before
+    grad_norm: float  # of the divided gradient, before clipping; inf or NaN when it is not finite
+    skipped: Skip | None
 
 
 class MasterWeights:
@@ -44,6 +54,7 @@ class MasterWeights:
         for parameter, master in self._copies:
             parameter.register_post_accumulate_grad_hook(_accumulate_into(master))
         self._loss_scale = LossScale() if dtype == torch.float16 else None
+        self._num_nonfinite = 0  # since the last update that was made
 
     @property
     def loss_scale(self) -> float:
@@ -62,19 +73,35 @@ class MasterWeights:
 
         The accumulated sum is divided by `denominator` once, then clipped to the global norm `max_norm`. Under FSDP2,
         which averages over ranks, a global denominator is to be divided by the number of ranks.
+
+        Raises FloatingPointError when gradients stay inf or NaN: the weights may be, and no later batch heals them.
         """
         gradients = [master.grad for master in self._masters.values() if master.grad is not None]
         divisor = denominator * self.loss_scale
         raw_norm = _global_norm(gradients)
-        if self._loss_scale:
-            self._loss_scale.update(overflowed=not math.isfinite(raw_norm))
-        skipped = raw_norm == 0 or not math.isfinite(raw_norm)
-        if not skipped:
+        skipped = _why_skip(raw_norm)
+        self._react(skipped)
+        if skipped is None:
             _divide_and_clip(gradients, raw_norm, divisor, max_norm)
             optimiser.step()
             self.publish()
         self.zero_grad()
         return StepOutcome(raw_norm if skipped else raw_norm / divisor, skipped)
+
+    def _react(self, skipped: Skip | None) -> None:
+        """A loss scale goes down until it cannot; without one, gradients get a few updates to become finite again."""
+        if self._loss_scale:
+            self._loss_scale.update(overflowed=skipped is Skip.NONFINITE)
+        elif skipped is None:
+            self._num_nonfinite = 0
+        elif skipped is Skip.NONFINITE:
+            self._num_nonfinite += 1
+            if self._num_nonfinite == MAX_NONFINITE:
+                raise FloatingPointError(
+                    f"gradients were inf or NaN in {MAX_NONFINITE} updates in a row, so nothing is learned any more: "
+                    "go on from an earlier checkpoint with a lower learner.learning_rate, or look for inf and NaN in "
+                    "the model's weights"
+                )
 
     @torch.no_grad()
     def publish(self) -> None:
@@ -135,6 +162,12 @@ class LossScale:
             self.value *= 2
         if self.value < self.smallest:
             raise FloatingPointError(f"gradients are inf or NaN even at a loss scale of {self.value}")
+
+
+def _why_skip(norm: float) -> Skip | None:
+    if not math.isfinite(norm):
+        return Skip.NONFINITE
+    return Skip.EMPTY if norm == 0 else None
 
 
 def _master_of(parameter: nn.Parameter) -> Tensor:

@@ -20,6 +20,7 @@ from lockstep.learner.checkpoint import load_state, save_state
 from lockstep.learner.config import LearnerConfig
 from lockstep.learner.parallel import full_weights
 from lockstep.learner.passes import Outcome, Pass, Replayed, Streamed
+from lockstep.learner.precision import Skip
 from lockstep.learner.ranks import Ranks
 from lockstep.learner.rows import admit
 from lockstep.learner.updates import Updater
@@ -125,6 +126,7 @@ def _summary(outcome: Outcome) -> dict[str, float]:
         "policy/grad_norm": sum(a.grad_norm for a in made) / num,
         "policy/learning_rate": outcome.applied[-1].learning_rate,
         "policy/skipped": float(len(outcome.applied) - len(made)),
+        "policy/nonfinite": float(sum(a.skipped is Skip.NONFINITE for a in outcome.applied)),
     }
     if outcome.explained is None:
         return summary

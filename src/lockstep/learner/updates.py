@@ -16,7 +16,7 @@ from lockstep.data.packing import Row, collate
 from lockstep.learner.config import LearnerConfig
 from lockstep.learner.optimisers import build_optimiser, set_learning_rate
 from lockstep.learner.parallel import prepare
-from lockstep.learner.precision import MasterWeights
+from lockstep.learner.precision import MasterWeights, Skip
 from lockstep.learner.ranks import Ranks
 from lockstep.learner.scoring import Scores, score
 from lockstep.types import Batch
@@ -30,7 +30,7 @@ class Applied:
     value_loss: float
     grad_norm: float
     learning_rate: float
-    skipped: bool  # nothing to learn from, or a gradient overflowed: weights and optimiser are untouched
+    skipped: Skip | None
 
 
 class Updater:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lockstep.config import Plugin
 from lockstep.learner.optimisers import build_optimiser
-from lockstep.learner.precision import LossScale, MasterWeights
+from lockstep.learner.precision import MAX_NONFINITE, LossScale, MasterWeights, Skip
 
 LOW_PRECISION = [torch.bfloat16, torch.float16]
 ALL_PRECISIONS = [torch.float32, *LOW_PRECISION]
@@ -164,7 +164,7 @@ def test_a_skipped_update_leaves_no_trace(dtype: torch.dtype, spoil: float, halv
 
     masters.scale(loss_of(module, 1) * spoil).backward()
     outcome = masters.step(optimiser, max_norm=1.0)
-    assert outcome.skipped
+    assert outcome.skipped is (Skip.NONFINITE if spoil else Skip.EMPTY)
     assert_bit_equal(snapshot(module, masters, optimiser), before)
     assert masters.loss_scale == (scale / 2 if halved else scale)
 
@@ -176,7 +176,7 @@ def test_an_update_without_any_gradient_is_skipped() -> None:
     module = tied(torch.bfloat16)
     masters = MasterWeights(module, torch.bfloat16)
     outcome = masters.step(muon_of(masters), denominator=0)
-    assert outcome.skipped
+    assert outcome.skipped is Skip.EMPTY
     assert outcome.grad_norm == 0
 
 
@@ -265,3 +265,37 @@ def test_gradients_that_never_become_finite_stop_the_run() -> None:
     scale = LossScale(value=2.0**-24)
     with pytest.raises(FloatingPointError, match="inf or NaN"):
         scale.update(overflowed=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_row_of_gradients_that_are_not_finite_stops_the_run_and_a_single_one_does_not(dtype: torch.dtype) -> None:
+    module = tied(dtype)
+    masters = MasterWeights(module, dtype)
+    optimiser = muon_of(masters)
+
+    def update(factor: float) -> Skip | None:
+        masters.scale(loss_of(module, 0) * factor).backward()
+        return masters.step(optimiser).skipped
+
+    for _ in range(MAX_NONFINITE - 1):
+        assert update(math.nan) is Skip.NONFINITE
+    assert update(1.0) is None
+    for _ in range(MAX_NONFINITE - 1):
+        assert update(math.inf) is Skip.NONFINITE
+        assert update(0.0) is Skip.EMPTY  # says nothing about the weights, so it does not start the count again
+    with pytest.raises(FloatingPointError, match=f"{MAX_NONFINITE} updates in a row"):
+        update(math.nan)
+
+
+def test_float16_may_overflow_as_often_as_its_loss_scale_can_be_halved() -> None:
+    module = tied(torch.float16)
+    masters = MasterWeights(module, torch.float16)
+    optimiser = muon_of(masters)
+
+    def overflow() -> Skip | None:
+        masters.scale(loss_of(module, 0) * math.nan).backward()
+        return masters.step(optimiser).skipped
+
+    assert [overflow() for _ in range(32)] == [Skip.NONFINITE] * 32  # from 2^8 to 2^-24
+    with pytest.raises(FloatingPointError, match="loss scale"):
+        overflow()

@@ -89,9 +89,24 @@ def test_updates_without_signal_leave_weights_and_optimiser_bit_identical(tmp_pa
     for groups in ([make_group(9, (1.0, 1.0, 1.0))], [make_group(9, (None, None))], []):
         metrics = run_step(core, groups)
         assert metrics["policy/skipped"] == 1
+        assert metrics["policy/nonfinite"] == 0
         assert same(before, core.weights())
         after = core.updater.optimiser.state_dict()["state"]
         assert all(torch.equal(moments[k][n], after[k][n]) for k in moments for n in moments[k])
+
+
+@pytest.mark.parametrize("learner", [{}, {"mini_steps": 2}], ids=["streamed", "replayed"])
+def test_weights_that_are_not_finite_show_and_then_stop_the_run(learner: dict[str, int]) -> None:
+    core = make_core(DAPO, learner)
+    next(core.updater.module.parameters()).data[0] = math.nan
+    group = make_group(0, (1.0, 0.0))
+    spoilt = tuple(replace(t, tokens=torch.where(t.mask, t.tokens, 0)) for t in group.trajectories)
+    group = replace(group, trajectories=spoilt)
+    for _ in range(9 // core.config.num_updates):
+        metrics = run_step(core, [group])
+        assert metrics["policy/nonfinite"] == metrics["policy/skipped"] == core.config.num_updates
+    with pytest.raises(FloatingPointError, match="inf or NaN"):
+        run_step(core, [group])
 
 
 def test_who_is_left_out_changes_nothing_for_the_rest() -> None:
