@@ -58,7 +58,7 @@ METRICS = (
     Metric("mismatch/refused", "sequences refused for a NaN or -inf log-prob of the sampler", "0"),
     Metric("perf/rollout_tokens_per_s", "sampled tokens per second the engine was busy"),
     Metric("perf/train_tokens_per_s", "tokens learned from per second the learner was busy"),
-    Metric("perf/samples_per_s", "answers learned from per second of wall time"),
+    Metric("perf/samples_per_s", "answers sampled for a step, replaced ones too, per second of wall time"),
     Metric("perf/prefix_hit", "share of prompt tokens found in the prefix cache"),
     Metric("perf/preemptions", "sequences that lost their pages and were prefilled again", "0"),
     Metric("perf/memory_gib", "peak memory of the process (CPU) or device"),
