@@ -43,8 +43,10 @@ def flag(name: str, series: Series, config: Mapping[str, Any]) -> str:
         return f"above 0 in {bad} of {len(series)} steps"
     if metric and metric.healthy == "<= max_staleness":
         return _stale(series, _find(config, "max_staleness"))
-    if name == "mismatch/k3" and series.last >= 1e-3:
-        return "at 1e-3 or more: expected only of a low-bit sampler"
+    if name == "mismatch/k3" and series.last >= 1e-3 and _find(config, "max_staleness") == 0:
+        return "at 1e-3 or more, and max_staleness is 0: expected only of a low-bit sampler"
+    if name == "rollout/truncated" and series.first <= 0.5 < series.last:
+        return f"rose from {series.first:.0%} to {series.last:.0%}: answers no longer end"
     return ""
 
 

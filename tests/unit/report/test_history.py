@@ -107,4 +107,17 @@ def test_only_definite_rules_raise_a_flag() -> None:
     assert flag("rollout/lag_max", series(1, 2), {}) == ""
     assert flag("policy/loss", series(1, math.nan), config) == "is nan"
     assert flag("my/own", series(5), config) == ""
-    assert "1e-3" in flag("mismatch/k3", series(2e-3), config)
+    assert flag("policy/nonfinite", series(0, 2, 0), config) == "above 0 in 1 of 3 steps"
+
+
+def test_a_mismatch_is_flagged_where_staleness_does_not_explain_it() -> None:
+    assert "1e-3" in flag("mismatch/k3", series(2e-3), {"train": {"max_staleness": 0}})
+    assert flag("mismatch/k3", series(2e-4), {"train": {"max_staleness": 0}}) == ""
+    assert flag("mismatch/k3", series(2e-3), {"train": {"max_staleness": 1}}) == ""
+    assert flag("mismatch/k3", series(2e-3), {}) == ""
+
+
+def test_answers_that_stop_ending_are_flagged() -> None:
+    assert "rose from 10% to 60%" in flag("rollout/truncated", series(0.1, 0.3, 0.6), {})
+    assert flag("rollout/truncated", series(0.9, 0.8, 0.7), {}) == ""  # a model that never ended its answers
+    assert flag("rollout/truncated", series(0.1, 0.6, 0.2), {}) == ""  # and recovered
