@@ -14,7 +14,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "learner"))
 from making import make_core, make_group
 
-from lockstep.learner.ranks import Front, join, serve
+from lockstep.learner.ranks import Front, join, leave, serve
 from lockstep.learner.step import LearnerCore
 from lockstep.types import Group
 
@@ -61,7 +61,8 @@ def main(folder: Path, names: list[str]) -> None:
             front.stop()
         else:
             serve(core)
-    dist.destroy_process_group()
+    leave()
+    assert not dist.is_initialized()
 
 
 if __name__ == "__main__":

@@ -68,10 +68,24 @@ class Ranks:
 
 
 def join(device: torch.device, timeout: timedelta = STUCK) -> Ranks:
-    """Joins the ranks that `torchrun` started; a process started alone stays alone and pays for nothing."""
+    """Joins the ranks that `torchrun` started; a process started alone stays alone and pays for nothing.
+
+    A GPU becomes the process's current device and is bound to the group: what asks for "cuda" without a number, as
+    NCCL and kernels do, would otherwise take the first GPU on every rank.
+    """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=timeout)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+            dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout, device_id=device)
+        else:
+            dist.init_process_group("gloo", timeout=timeout)
     return Ranks.current(device)
+
+
+def leave() -> None:
+    """Ends what `join` began, after the front's `stop`; a process that is alone has nothing to leave."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def balance(rows: Sequence[Row], parts: int) -> list[list[Row]]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.data.packing import Row, example_row
-from lockstep.learner.ranks import Front, Ranks, balance, join
+from lockstep.learner.ranks import Front, Ranks, balance, join, leave
 
 CPU = torch.device("cpu")
 
@@ -54,3 +56,16 @@ def test_alone_nothing_is_exchanged() -> None:
     front = Front(Core())
     assert front.call("double", 4) == 8
     front.stop()
+    leave()
+
+
+def test_a_rank_takes_its_own_gpu_before_it_joins(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[str, object]] = []
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: calls.append(("set_device", device)))
+    monkeypatch.setattr(
+        dist, "init_process_group", lambda backend, timeout, device_id: calls.append((backend, device_id))
+    )
+    gpu = torch.device("cuda", 1)
+    assert join(gpu).device == gpu
+    assert calls == [("set_device", gpu), ("cpu:gloo,cuda:nccl", gpu)]
