@@ -1,5 +1,8 @@
 """What flows through Lockstep: a Sample is answered by Trajectories, a Group of them is learned from as a Batch.
 
+Words used the same way everywhere: a *step* of training consumes one batch of groups and publishes one *version* of the
+weights; within it the optimiser makes one or more *updates*. (An engine step is one forward pass of the engine.)
+
 Everything is frozen. Per-token fields are aligned with the token itself: `logp_behav[t]` is the log-prob of
 `tokens[t]` given `tokens[:t]`, and `mask[t]` says whether the model sampled it.
 """
@@ -7,7 +10,7 @@ Everything is frozen. Per-token fields are aligned with the token itself: `logp_
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
@@ -180,7 +183,5 @@ class Batch:
         return self.cu_seqlens.numel() - 1
 
     def to(self, device: torch.device) -> Batch:
-        from torch import Tensor
-
-        moved = {name: value.to(device) for name in self.__slots__ if isinstance(value := getattr(self, name), Tensor)}
-        return replace(self, **moved)
+        tensors = [f.name for f in fields(self) if str(f.type).startswith("Tensor")]
+        return replace(self, **{name: t.to(device) for name in tensors if (t := getattr(self, name)) is not None})

@@ -1,4 +1,10 @@
-"""From a recipe to the roles of one process: the model loaded and checked once, seen by engine and learner alike."""
+"""From a recipe to the roles of one process: the model loaded and checked once, seen by engine and learner alike.
+
+Who owns the weights. The learner trains the loaded module itself; the engine has a twin of it, made before the learner
+changes attention and head. When sampling and learning take turns, on one rank, the twin's tensors *are* the learner's:
+an update is in place at once and publishing copies nothing. Otherwise the twin has tensors of its own, and a version
+goes learner -> store (a snapshot) -> engine (between two of its steps).
+"""
 
 from __future__ import annotations
 

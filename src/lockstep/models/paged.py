@@ -1,8 +1,8 @@
 """Attention over paged KV memory: what the embedded engine calls in place of the model's own attention.
 
 A step's tokens are laid end to end, [1, N]. They fall into segments, one of single-token queries (decode) and one of
-chunks (prefill), each computed as one padded batch over pages gathered by its block table. The host knows every shape
-of a step beforehand and nothing is read back within it, so a step can be captured as a CUDA graph.
+chunks (prefill), each computed as one padded batch over pages gathered by its block table. Nothing is read back within
+a step, so that it can become a CUDA graph.
 
 Shapes: N tokens, B sequences of a segment, Q longest query, P pages, S page size, H key/value heads, G queries per
 key/value head, D head size.
