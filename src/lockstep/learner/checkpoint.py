@@ -19,10 +19,22 @@ SHOWN = 3  # differences named when a state does not fit
 
 
 def save_state(folder: Path, updater: Updater, ranks: Ranks) -> None:
-    """All ranks must call it: shards are gathered; rank 0 writes."""
+    """All ranks must call it: shards are gathered; rank 0 writes. OSError with the path if the disk is full."""
     state = map_tensors(updater.state_dict(), _whole)
     if ranks.rank == 0:
-        torch.save(state, folder / FILE)
+        _write(folder / FILE, state)
+
+
+def _write(path: Path, state: Any) -> None:
+    """Through a file of Python's, which tells what the system said; torch's own error, over it, does not."""
+    try:
+        with path.open("wb") as file:
+            torch.save(state, file)
+    except (OSError, RuntimeError) as error:
+        cause = error if isinstance(error, OSError) else error.__context__
+        if not isinstance(cause, OSError):
+            raise
+        raise OSError(cause.errno, cause.strerror, str(path)) from error
 
 
 def load_state(folder: Path, updater: Updater) -> None:

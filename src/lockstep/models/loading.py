@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import os
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -131,10 +133,24 @@ def save(folder: Path, loaded: Loaded, weights: Mapping[str, Tensor]) -> None:
     """Writes weights (by Hugging Face name), config, generation config and tokenizer, for plain transformers to load.
 
     The learner has changed its own module (attention, head, config), so it is saved through the shell.
+    OSError with the folder if the disk is full.
     """
-    with _quietly():
+    with _quietly(), _system_errors(folder):
         loaded.shell.save_pretrained(folder, state_dict=dict(weights))
         loaded.tokenizer.save_pretrained(folder)
+
+
+@contextmanager
+def _system_errors(folder: Path) -> Iterator[None]:
+    """safetensors and tokenizers, written in Rust, raise errors of their own that end in `(os error 28)`."""
+    try:
+        yield
+    except Exception as error:
+        found = re.search(r"\(os error (\d+)\)", str(error))
+        number = error.errno if isinstance(error, OSError) else int(found[1]) if found else None
+        if number is None:
+            raise
+        raise OSError(number, os.strerror(number), str(folder)) from error
 
 
 @contextmanager
