@@ -32,8 +32,12 @@ def build(name: str) -> LearnerCore:
         "uneven": ({"surrogate": "grpo"}, {"micro_tokens": 12}),
         "replayed": ({"surrogate": "dapo"}, {"micro_tokens": 40, "mini_steps": 2, "epochs": 2}),
         "values": ({"surrogate": "ppo"}, {"micro_tokens": 40, "mini_steps": 2}),
+        "recomputed": ({"surrogate": "dapo"}, {"micro_tokens": 30, "activation_checkpointing": True}),
+        "experts": ({"surrogate": "dapo"}, {"micro_tokens": 30}),
+        "bfloat16": ({"surrogate": "dapo"}, {"micro_tokens": 30, "dtype": "bfloat16"}),
     }[name]
-    return make_core(algorithm, learner, seed=dist.get_rank() if dist.is_initialized() else 0)
+    seed = dist.get_rank() if dist.is_initialized() else 0
+    return make_core(algorithm, learner, seed=seed, experts=name == "experts")
 
 
 def drive(front: Front, name: str, folder: Path) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from lockstep.algorithms.config import AlgorithmConfig
 from lockstep.learner.config import LearnerConfig
@@ -20,28 +20,36 @@ VOCAB = 53
 LEARNER = {"learning_rate": 1e-2, "weight_decay": 0.1, "optimiser": {"name": "adamw", "eps": 1e-3}}
 
 
-def make_module(with_value: bool = False, tied: bool = True, seed: int = 0) -> PreTrainedModel:
+EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+
+
+def make_module(with_value: bool = False, tied: bool = True, seed: int = 0, experts: bool = False) -> PreTrainedModel:
     torch.manual_seed(seed)
-    config = Qwen3Config(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        tie_word_embeddings=tied,
-        attn_implementation=varlen.NAME,
+    sizes: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "tie_word_embeddings": tied,
+        "attn_implementation": varlen.NAME,
+    }
+    module = (
+        Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes | EXPERTS)) if experts else Qwen3ForCausalLM(Qwen3Config(**sizes))
     )
-    module = Qwen3ForCausalLM(config)
     install_head(module, with_value)
     return module
 
 
-def make_core(algorithm: dict[str, Any], learner: dict[str, Any] | None = None, seed: int = 0) -> LearnerCore:
+def make_core(
+    algorithm: dict[str, Any], learner: dict[str, Any] | None = None, seed: int = 0, experts: bool = False
+) -> LearnerCore:
     settings = AlgorithmConfig.model_validate(algorithm)
     config = LearnerConfig.model_validate(LEARNER | (learner or {}))
-    return LearnerCore(make_module(settings.needs_values, seed=seed), settings, config, num_updates=100)
+    module = make_module(settings.needs_values, seed=seed, experts=experts)
+    return LearnerCore(module, settings, config, num_updates=100)
 
 
 def make_trajectory(uid: str, reward: float | None, generator: torch.Generator, **changes: Any) -> Trajectory:
