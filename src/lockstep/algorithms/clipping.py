@@ -10,6 +10,6 @@ from lockstep.types import Batch
 
 
 def clipped(logp: Tensor, batch: Batch, low: float, high: float) -> Tensor:
-    """min(r·A, clip(r, 1−low, 1+high)·A) per token [N];  r = exp(ℓ − ℓp). No gradient beyond the band on the side A pushes to."""
+    """min(r·A, clip(r, 1−low, 1+high)·A) per token [N];  r = exp(ℓ − ℓp). No gradient beyond the side A pushes to."""
     r, A = bounded_exp(logp - batch.logp_prox), batch.advantage
     return torch.min(r * A, r.clamp(1 - low, 1 + high) * A)

@@ -21,7 +21,7 @@ from lockstep.config import ConfigError
 from lockstep.controller.checkpoints import Checkpoints, Progress
 from lockstep.controller.loop import Controller, Roles
 from lockstep.data.supervised import Demonstrations
-from lockstep.learner.ranks import Ranks, join, serve
+from lockstep.learner.ranks import Ranks, join, leave, serve
 from lockstep.report.environment import environment
 from lockstep.report.live import LiveView
 from lockstep.report.page import write_report
@@ -40,16 +40,21 @@ def train(recipe: Recipe, root: Path, *, resume: bool = False, plain: bool = Fal
     ranks = join(choose_device(recipe.device))
     if ranks.world > 1 and recipe.warmup and recipe.warmup.control:
         raise ConfigError("warmup.control = true needs a run on one rank")
-    if ranks.rank > 0:
-        _follow(recipe, ranks)
-        return None
+    try:
+        return _lead(recipe, root, resume, plain) if ranks.rank == 0 else _follow(recipe, ranks)
+    finally:
+        leave()
+
+
+def _lead(recipe: Recipe, root: Path, resume: bool, plain: bool) -> Progress:
     folder = RunFolder.open(root) if resume else RunFolder.create(root)
     checkpoints = Checkpoints(folder.checkpoints, recipe.checkpoint.keep)
     found = checkpoints.latest() if resume else None
     if resume:
         folder.rewind(found[1].step if found else -1)
-    folder.write_config(recipe.model_dump(mode="json"))
-    with _kept_if_begun(folder):
+    if found is None:
+        folder.write_config(recipe.model_dump(mode="json"))
+    with _kept_if_begun(folder, new=not resume):
         with RunRecorder(folder, recipe.record) as recorder, LiveView(recipe.name, plain=plain) as view:
             run = _Run(recipe, folder, checkpoints, recorder, view)
             progress = asyncio.run(run.main(found))
@@ -60,15 +65,15 @@ def train(recipe: Recipe, root: Path, *, resume: bool = False, plain: bool = Fal
 
 
 @contextmanager
-def _kept_if_begun(folder: RunFolder) -> Iterator[None]:
-    """A run that failed still gets its report; one that failed before its first checkpoint leaves no folder behind."""
+def _kept_if_begun(folder: RunFolder, new: bool) -> Iterator[None]:
+    """A run that failed still gets its report; a new one refused before its first checkpoint leaves no folder."""
     try:
         yield
     except BaseException as error:
         if folder.checkpoints.is_dir():
             with suppress(OSError):  # the disk may be what failed
                 write_report(folder)
-        elif isinstance(error, ConfigError):
+        elif new and isinstance(error, ConfigError):
             shutil.rmtree(folder.root)
         raise
 
@@ -101,6 +106,7 @@ class _Run:
         try:
             if checkpoint is not None:
                 await roles.learner.load(checkpoint)
+                self.folder.write_config(self.recipe.model_dump(mode="json"))  # only keys that fit the run's state
                 self.recorder.event(progress.step, "resumed", f"resumed from {checkpoint.name}")
             elif self.recipe.warmup:
                 await self._warm_up(roles)
