@@ -138,7 +138,7 @@ app.add_typer(bench, name="bench")
 
 @bench.command("trl")
 def bench_trl(
-    settings: Annotated[list[str] | None, typer.Argument(help="short, long, prompt; all by default")] = None,
+    settings: Annotated[list[str] | None, typer.Argument(help="mixed, short, long, prompt; all by default")] = None,
     steps: Annotated[int, typer.Option(min=1, help="measured steps per side; the median counts")] = 7,
     warmup: Annotated[int, typer.Option(min=0, help="steps before them, not measured")] = 1,
     threads: Annotated[int | None, typer.Option(min=1, help="per side; as many as cores by default")] = None,

@@ -1,14 +1,15 @@
 """`lockstep bench trl`: the same GRPO run under TRL's GRPOTrainer and under Lockstep, in turns.
 
 Everything that decides how much work a step is, is the same on both sides: checkpoint, prompts in their order, answers
-per prompt, tokens per answer, reward, loss, optimiser, precision, threads. No answer ends early, because the end
-token's id lies outside the model's vocabulary: every answer has exactly the length the setting names.
+per prompt, lengths of answers, reward, loss, optimiser, precision, threads. The checkpoint decides the lengths: its end
+token has the same chance after every token, or an id outside the vocabulary, and then all answers have full length.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import platform
 import tempfile
@@ -24,6 +25,7 @@ import torch
 import transformers
 from rich.console import Console
 from rich.table import Table
+from transformers import PreTrainedModel
 
 from lockstep.assembly.recipe import Recipe
 from lockstep.assembly.roles import Training, load_model
@@ -40,7 +42,7 @@ from lockstep.tasks.arithmetic import Arithmetic
 from lockstep.types import Group, Sample, Verdict
 
 SEED = 0
-LEARNING_RATE = 1e-4
+LEARNING_RATE = 1e-6  # so small that lengths stay: at 1e-4 they double within five steps
 TEMPERATURE = 1.0
 NEVER = "<|never|>"  # ends an answer, and cannot be sampled
 OURS, THEIRS, THEIRS_CONTINUOUS = "Lockstep", "TRL", "TRL, continuous batching"
@@ -53,6 +55,7 @@ class Setting:
     group_size: int
     prompt_tokens: int
     max_tokens: int
+    mean_tokens: int | None = None  # of answers that end by themselves; None: all have max_tokens
     hidden: int = 128
     layers: int = 4
 
@@ -61,11 +64,13 @@ class Setting:
         return self.prompts * self.group_size
 
     def __str__(self) -> str:
-        lengths = f"{self.prompt_tokens} prompt and {self.max_tokens} sampled tokens each"
+        sampled = f"{self.max_tokens}" if self.mean_tokens is None else f"~{self.mean_tokens} (≤ {self.max_tokens})"
+        lengths = f"{self.prompt_tokens} prompt and {sampled} sampled tokens each"
         return f"{self.name}: {self.prompts} prompts × {self.group_size} answers, {lengths}"
 
 
 SETTINGS = {
+    "mixed": Setting("mixed", prompts=16, group_size=8, prompt_tokens=32, max_tokens=128, mean_tokens=30),
     "short": Setting("short", prompts=16, group_size=8, prompt_tokens=32, max_tokens=32),
     "long": Setting("long", prompts=8, group_size=8, prompt_tokens=32, max_tokens=128),
     "prompt": Setting("prompt", prompts=8, group_size=8, prompt_tokens=256, max_tokens=32),
@@ -148,15 +153,37 @@ def run(setting: Setting, steps: int, warmup: int, threads: int, continuous: boo
 
 
 def save_model(setting: Setting, folder: Path) -> None:
-    """One checkpoint for both sides, with an end token that the model has no row for."""
+    """One checkpoint for both sides, which decides how long answers get."""
     model = tiny_model(TinyModel(hidden=setting.hidden, layers=setting.layers), seed=SEED)
     tokenizer = byte_tokenizer()
-    tokenizer.add_special_tokens({"eos_token": NEVER})
-    tokenizer.chat_template = None  # its end of turn is a token the model can sample
-    assert tokenizer.eos_token_id == model.config.vocab_size
+    tokenizer.chat_template = None  # a prompt is its text, and only the end token ends an answer
+    if setting.mean_tokens is None:
+        tokenizer.add_special_tokens({"eos_token": NEVER})
+        assert tokenizer.eos_token_id == model.config.vocab_size
+    else:
+        end_by_chance(model, model.config.eos_token_id, 1 / setting.mean_tokens)
     model.config.eos_token_id = model.generation_config.eos_token_id = tokenizer.eos_token_id  # type: ignore[union-attr]
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+
+
+@torch.no_grad()
+def end_by_chance(model: PreTrainedModel, end: int, chance: float) -> None:
+    """Gives the end token about this chance after any token, without training: lengths are then geometric.
+
+    A constant added to all embeddings lives on in every hidden state. The head, whose rows they are too, turns it into
+    one shift of all logits, which changes no probability. The end token gets this constant alone and a little more of
+    it: a logit that is nearly the same everywhere.
+    """
+    rows = model.get_input_embeddings().get_parameter("weight")
+    rows += 1.0  # large beside random rows of length 1: it must outlast what the layers add
+    rows[end] = 1.0
+    tokens = torch.randint(end, (16, 160), generator=torch.Generator().manual_seed(SEED))
+    hidden = model.base_model(tokens).last_hidden_state.flatten(0, 1)
+    logits = hidden @ rows.T
+    others = (logits - logits[:, [end]])[:, torch.arange(len(rows)) != end].logsumexp(-1)
+    wanted = others.mean() + math.log(chance / (1 - chance))
+    rows[end] += wanted / hidden.sum(-1).mean()
 
 
 def lockstep_side(turn: Turn, setting: Setting, folder: Path, steps: int, threads: int) -> None:
@@ -345,6 +372,6 @@ def _processor() -> str:
 
 
 def _quiet() -> None:
-    """Bars of libraries, and transformers' warning that the end token cannot be sampled: that is the point of it."""
+    """Bars of libraries, and transformers' warning where the end token cannot be sampled: that is the point of it."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()

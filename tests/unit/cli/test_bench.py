@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import math
 import sys
 from pathlib import Path
 
@@ -12,6 +14,7 @@ from rich.console import Console
 from transformers import AutoTokenizer
 
 from lockstep.assembly.recipe import Recipe
+from lockstep.assembly.roles import Sampling, load_model
 from lockstep.cli import bench_trl
 from lockstep.cli.bench_trl import (
     SETTINGS,
@@ -27,6 +30,7 @@ from lockstep.cli.benchmarks import Measured, Step, take_turns
 from lockstep.config import ConfigError
 from lockstep.config.loading import validate
 from lockstep.models.loading import ModelConfig, load
+from lockstep.types import Request, StopReason
 
 
 def test_sides_take_turns_and_the_warm_up_does_not_count(tmp_path: Path) -> None:
@@ -76,7 +80,7 @@ def test_without_trl_one_line_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch
 
 def test_an_unknown_setting_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_trl, "find_spec", lambda name: object())
-    with pytest.raises(ConfigError, match=r"unknown setting 'huge'; choices: short, long, prompt"):
+    with pytest.raises(ConfigError, match=r"unknown setting 'huge'; choices: mixed, short, long, prompt"):
         compare("huge")
 
 
@@ -96,6 +100,31 @@ def test_the_recipe_is_valid_and_its_model_cannot_end_an_answer(tmp_path: Path) 
     assert isinstance(recipe.task.build(), Digits)
     loaded = load(ModelConfig(path=str(tmp_path)), dtype=torch.float32, device=torch.device("cpu"), seed=0)
     assert loaded.tokenizer.eos_token_id == loaded.module.config.vocab_size
+
+
+def test_mixed_answers_end_by_chance_at_geometric_lengths(tmp_path: Path) -> None:
+    setting = SETTINGS["mixed"]
+    save_model(setting, tmp_path)
+    recipe = validate(Recipe, recipe_tables(setting, tmp_path, steps=1), "test")
+    lengths, cut = asyncio.run(sampled_lengths(recipe, num=512))
+    assert lengths.mean() == pytest.approx(30, abs=5)
+    assert lengths.median() == pytest.approx(30 * math.log(2), abs=5)
+    assert lengths.std() == pytest.approx(30, abs=6)
+    assert cut < 0.05
+
+
+async def sampled_lengths(recipe: Recipe, num: int) -> tuple[torch.Tensor, float]:
+    """Of answers to one prompt, and the share that max_tokens cut off."""
+    loaded = load_model(recipe)
+    prompt = tuple(loaded.tokenizer.encode(prompts(SETTINGS["mixed"], steps=1)[0]))
+    requests = [Request(uid=str(n), tokens=prompt, params=recipe.rollout.params(seed=n)) for n in range(num)]
+    roles = Sampling(recipe, loaded)
+    try:
+        answers = [answer async for answer in roles.engine.generate(requests)]
+    finally:
+        await roles.close()
+    cut = [answer.stop_reason is StopReason.LENGTH for answer in answers]
+    return torch.tensor([float(len(answer.tokens)) for answer in answers]), sum(cut) / num
 
 
 def test_the_reward_is_the_share_of_digits() -> None:
