@@ -10,7 +10,7 @@ FAILED, BAD_INPUT, STOPPED = 1, 2, 130
 
 
 def main() -> None:
-    """Bad input and a full disk are told in one line; anything else is a bug and shows its traceback."""
+    """Bad input, a full disk and a diverged model are told in one line; anything else is a bug, with its traceback."""
     from lockstep.assembly.outcome import Interrupted
     from lockstep.cli.app import app
 
@@ -22,7 +22,7 @@ def main() -> None:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(BAD_INPUT)
-    except OSError as error:
+    except (OSError, FloatingPointError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(FAILED)
     except KeyboardInterrupt:

@@ -54,7 +54,7 @@ class LocalLearner:
 
     async def publish(self, version: int) -> None:
         """Puts the weights into the store as `version`: the live tensors, which the store copies if it must."""
-        self._store.put(version, await self._run(self._front.call, "weights"))
+        await self._run(self._store.put, version, await self._run(self._front.call, "weights"))
         self.version = version
 
     async def supervised(self, examples: list[tuple[Tensor, Tensor]], learning_rate: float) -> dict[str, float]:
