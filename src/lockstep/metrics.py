@@ -68,7 +68,7 @@ METRICS = (
     Metric("perf/memory_gib", "peak memory of the process (CPU) or device"),
     Metric(
         "time/*",
-        "seconds of a step: total, rollout (engine busy), learn, wait (learner idle), sync; eval, save",
+        "seconds of a step: total, rollout (engine busy), learn, wait (neither), sync; eval, save",
     ),
     Metric("warmup/*", "loss and learning rate of the supervised warm-up"),
 )

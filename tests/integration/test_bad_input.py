@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from lockstep.cli import BAD_INPUT, main
+from lockstep.report.run_folder import RunFolder
 
 CASES = {
     "learner.lerning_rate=1": "did you mean 'learning_rate'",
@@ -19,6 +21,8 @@ CASES = {
     "rollout.top_p=0.9": "training needs the model's own distribution",
     "train.prompts=0": "train.prompts",
     "train.group_size=1": "use 2 or more",
+    "learner.learning_rate=inf": "finite",
+    "model.init.experts=1": "two experts are active",
     "nonsense": "is not of the form",
 }
 
@@ -85,3 +89,21 @@ def test_rewards_that_fail_never_train(tmp_path: Path) -> None:
     assert runs.metrics(run, "reward/failed") == {1: 16, 2: 16}
     assert runs.metrics(run, "policy/skipped") == {1: 1, 2: 1}
     assert runs.weights(run, 2) == runs.weights(run, 0)
+
+
+def test_a_resumed_run_keeps_its_model_and_its_config(unbroken: Path, tmp_path: Path, refused) -> None:
+    run = tmp_path / "copy"
+    shutil.copytree(unbroken, run, symlinks=True)
+    before = (run / "config.json").read_text()
+    assert "another `model`" in refused("train", "--resume", str(run), "model.init.hidden=64", "--plain")
+    assert "its optimiser is adamw" in refused("train", "--resume", str(run), "learner.optimiser=muon", "train.steps=7")
+    assert (run / "config.json").read_text() == before
+    (run / "checkpoints/step-000006/learner.pt").write_bytes(b"torn")
+    assert "is damaged" in refused("train", "--resume", str(run), "train.steps=7", "--plain")
+
+
+def test_a_run_has_one_writer(unbroken: Path, tmp_path: Path, refused) -> None:
+    run = tmp_path / "copy"
+    shutil.copytree(unbroken, run, symlinks=True)
+    with RunFolder(run).locked():
+        assert "another process" in refused("train", "--resume", str(run), "train.steps=7", "--plain")

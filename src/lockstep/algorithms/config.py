@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
+from pydantic import model_validator
+
 from lockstep.algorithms.objective import Objective
 from lockstep.algorithms.pieces import Advantage
 from lockstep.config import Config, Plugin, plugin
 
 PACKAGE = "lockstep.algorithms"
+COMPANIONS = ("advantage", "reduction", "dynamic_sampling")  # class variables of every surrogate
 
 
 class AlgorithmConfig(Config):
@@ -30,6 +33,15 @@ class AlgorithmConfig(Config):
     """An answer cut off by the token limit: left out of training and of its group's mean, or kept as judged."""
     value_coef: float = 0.5
     """Weight of the value head's loss, for advantages that need one."""
+
+    @model_validator(mode="after")
+    def _has_companions(self) -> AlgorithmConfig:
+        missing = [name for name in COMPANIONS if not hasattr(self.surrogate.cls, name)]
+        if missing:
+            raise ValueError(
+                f"the surrogate {self.surrogate.name!r} has no {', '.join(missing)}; see algorithms/pieces.py"
+            )
+        return self
 
     @property
     def advantage_plugin(self) -> Plugin:

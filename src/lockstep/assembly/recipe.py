@@ -23,7 +23,7 @@ class Recipe(Config):
 
     name: str = Field(default="run", pattern=r"^[\w.-]+$")
     """folder of the run, under runs/"""
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, lt=2**63)
     """decides initial weights, order of prompts and every sampled token"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto takes a GPU if there is one"""

@@ -80,6 +80,8 @@ class Sampling:
         if not config.samples:
             return None
         chosen = list(self.task.samples("eval")[: config.samples])
+        if not chosen:
+            raise ConfigError(f"task {self.recipe.task.name!r} has no held-out samples; eval.samples=0 does without")
         fitting = [s for s in chosen if self.answerer.prompt_length(s) < self.loaded.context]
         if not fitting:
             raise ConfigError(f"none of the {len(chosen)} held-out prompts fits the context of {self.loaded.context}")

@@ -48,8 +48,15 @@ def train(recipe: Recipe, root: Path, *, resume: bool = False, plain: bool = Fal
 
 def _lead(recipe: Recipe, root: Path, resume: bool, plain: bool) -> Progress:
     folder = RunFolder.open(root) if resume else RunFolder.create(root)
+    with folder.locked():
+        return _lead_in(folder, recipe, resume, plain)
+
+
+def _lead_in(folder: RunFolder, recipe: Recipe, resume: bool, plain: bool) -> Progress:
     checkpoints = Checkpoints(folder.checkpoints, recipe.checkpoint.keep)
     found = checkpoints.latest() if resume else None
+    if found:
+        _refuse_another_run(recipe, folder)
     if resume:
         folder.rewind(found[1].step if found else -1)
     if found is None:
@@ -60,8 +67,16 @@ def _lead(recipe: Recipe, root: Path, resume: bool, plain: bool) -> Progress:
             progress = asyncio.run(run.main(found))
         write_report(folder)
     if progress.step < recipe.train.steps:
-        raise Interrupted(root, progress.step, recipe.train.steps)
+        raise Interrupted(folder.root, progress.step, recipe.train.steps)
     return progress
+
+
+def _refuse_another_run(recipe: Recipe, folder: RunFolder) -> None:
+    """Model and seed are what a run is: with others its checkpoint and its order of prompts would not fit."""
+    before, now = folder.read_config(), recipe.model_dump(mode="json")
+    for key in ("model", "seed"):
+        if before[key] != now[key]:
+            raise ConfigError(f"{folder.root} was begun with another `{key}`: start a new run, or leave it as it was")
 
 
 @contextmanager
@@ -175,8 +190,8 @@ class _Run:
             await roles.learner.load(self.warmup_folder)
             supervised = self._supervised(roles)
             supervised.skip(self.recipe.warmup.steps)
-            self.view.phase("control: supervised learning alone", 0)
-            await supervised.run_for(progress.train_seconds)
+            self.view.phase("control (supervised learning alone), seconds", round(progress.train_seconds))
+            await supervised.run_for(progress.train_seconds, lambda gone: self.view.log(int(gone), {}))
             self.recorder.log(progress.step, await self._evaluate_control(roles))
         finally:
             await roles.close()

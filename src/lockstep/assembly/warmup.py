@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import torch
 from pydantic import Field
@@ -42,11 +43,12 @@ class Supervised:
         while self._step < steps:
             recorder.log(self._step + 1, await self._update())
 
-    async def run_for(self, seconds: float) -> None:
-        """The control: goes on where the warm-up ended, for as long as RL took."""
+    async def run_for(self, seconds: float, on_update: Callable[[float], None]) -> None:
+        """The control: goes on where the warm-up ended, for as long as RL took; tells the seconds gone."""
         started = time.monotonic()
-        while time.monotonic() - started < seconds:
+        while (gone := time.monotonic() - started) < seconds:
             await self._update()
+            on_update(gone)
 
     def skip(self, steps: int) -> None:
         """The control does not see again what the warm-up has seen."""

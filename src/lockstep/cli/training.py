@@ -35,18 +35,31 @@ def train(
     progress = run_training(chosen, root, resume=resume is not None, plain=plain)
     if progress is None:  # not rank 0
         return
-    best = "" if progress.best is None else f", best held-out accuracy {progress.best:.1%}"
     folder = RunFolder.open(root)
-    console.print(f"done: {progress.step} steps{best}", highlight=False)
+    console.print(f"done: {progress.step} steps{_accuracy(folder)}", highlight=False)
     places = f"  report      {folder.report}\n  checkpoint  {folder.result or 'none could be saved'}"
     console.print(places, markup=False, highlight=False, soft_wrap=True)
+
+
+def _accuracy(folder: RunFolder) -> str:
+    """Before and after, and what supervised learning alone reached in the same time, if that was measured."""
+    rows = list(folder.read_metrics())
+    measured = [row["eval/accuracy"] for row in rows if "eval/accuracy" in row]
+    control = [row["control/accuracy"] for row in rows if "control/accuracy" in row]
+    if not measured:
+        return ""
+    text = f"; held-out accuracy {measured[0]:.1%} -> {measured[-1]:.1%}"
+    return text + (f" (supervised learning alone: {control[-1]:.1%})" if control else "")
 
 
 def _choose(recipe: str | None, overrides: Sequence[str], resume: Path | None, runs: Path) -> tuple[Recipe, Path]:
     if resume is not None:
         given = [recipe, *overrides] if recipe else list(overrides)  # after --resume the first word is an override too
         folder = RunFolder.open(resume)
-        tables = override_tables(folder.read_config(), given)
+        tables = folder.read_config()
+        if not tables:
+            raise ConfigError(f"{resume} was killed before it began: remove the folder and start again")
+        tables = override_tables(tables, given)
         return validate(Recipe, tables, str(folder.config)), resume
     if recipe is None:
         raise ConfigError("name a recipe, such as `lockstep train quickstart`, or a run with --resume")

@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict
 class Config(BaseModel):
     """Frozen, and strict about names: a key that is not a field is an error, never ignored."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
 
 class ConfigError(ValueError):

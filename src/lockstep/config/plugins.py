@@ -89,7 +89,10 @@ class Plugin(BaseModel):
 
     def build(self, **extra: Any) -> Any:
         """An instance; `extra` are arguments the owner supplies rather than the recipe."""
-        return load_class(self.package, self.name)(**self.options, **extra)
+        try:
+            return load_class(self.package, self.name)(**self.options, **extra)
+        except ValueError as error:
+            raise ConfigError(f"{self.name}: {error}") from error
 
     @model_serializer
     def _as_written(self) -> str | dict[str, Any]:

@@ -14,6 +14,8 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from lockstep.config import ConfigError
+
 NAME = re.compile(r"step-(\d{6,})")
 ASIDE = ".aside-"  # prefix of folders that are being written or deleted
 
@@ -56,7 +58,11 @@ class Checkpoints:
         found = self._all()
         if not found:
             return None
-        return found[-1], Progress(**json.loads((found[-1] / "progress.json").read_text()))
+        path = found[-1] / "progress.json"
+        try:
+            return found[-1], Progress(**json.loads(path.read_text()))
+        except (ValueError, TypeError) as error:
+            raise ConfigError(f"{path} is damaged; remove that checkpoint to go on from the one before") from error
 
     def best(self) -> Path | None:
         link = self.folder / "best"

@@ -250,8 +250,12 @@ class Controller:
     async def _log(self, result: StepResult, times: dict[str, float]) -> None:
         engine = await self.roles.engine.stats()
         tally, self._tally = self._tally, Tally()
+        if tally.answers and tally.failed == tally.answers:
+            text = f"all {tally.failed} rewards of this step failed, nothing was learned; samples.jsonl has the reasons"
+            self.roles.recorder.event(self.progress.step, "rewards-failed", text)
         metrics = {**result.metrics, **tally.metrics(), **times, "time/rollout": engine["busy_seconds"]}
-        metrics["time/wait"] = times["time/total"] - times["time/sync"] - result.metrics["time/learn"]
+        busy = times["time/sync"] + result.metrics["time/learn"] + engine["busy_seconds"]
+        metrics["time/wait"] = max(0.0, times["time/total"] - busy)  # sampling and learning may overlap
         metrics["perf/preemptions"] = engine["preemptions"]
         if engine["busy_seconds"]:
             metrics["perf/rollout_tokens_per_s"] = engine["sampled_tokens"] / engine["busy_seconds"]

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
+from jinja2 import TemplateError
+
 from lockstep.config import ConfigError
 from lockstep.types import Completion, Message, StopReason, Trajectory, Verdict
 
@@ -27,7 +29,10 @@ def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message
     """
     if tokenizer.chat_template:
         turns = [{"role": m.role, "content": m.content} for m in messages]
-        tokens = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
+        try:
+            tokens = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
+        except TemplateError as error:
+            raise ConfigError(f"the tokenizer's chat template cannot render this prompt: {error}") from error
         return _not_empty(cast("list[int]", tokens))
     tokens = tokenizer.encode("\n".join(m.content for m in messages))
     if tokens and tokens[-1] == tokenizer.eos_token_id:  # some tokenizers close what they encode

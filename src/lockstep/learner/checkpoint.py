@@ -39,7 +39,10 @@ def _write(path: Path, state: Any) -> None:
 
 def load_state(folder: Path, updater: Updater) -> None:
     """Bit for bit what was saved; ConfigError, and nothing loaded, if it is of another model or optimiser."""
-    state = torch.load(folder / FILE, map_location=updater.ranks.device, weights_only=True)
+    try:
+        state = torch.load(folder / FILE, map_location=updater.ranks.device, weights_only=True)
+    except Exception as error:  # a damaged file surfaces as almost anything
+        raise ConfigError(f"{folder / FILE} is damaged; remove that checkpoint to go on from the one before") from error
     if wrong := updater.misfits(state):
         more = f"; and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
         raise ConfigError(f"cannot go on from {str(folder)!r}: {'; '.join(wrong[:SHOWN])}{more}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from pydantic import Field
+from pydantic import Field, field_validator
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast, Qwen3Config
@@ -34,6 +34,13 @@ class TinyModel(Config):
     """longest sequence, prompt and answer"""
     experts: int = Field(default=0, ge=0)
     """experts per layer, two of them active; 0 is a dense model"""
+
+    @field_validator("experts")
+    @classmethod
+    def _enough(cls, experts: int) -> int:
+        if experts == 1:
+            raise ValueError("two experts are active per token: use 0 (dense) or 2 and more")
+        return experts
 
 
 def tiny_model(shape: TinyModel, seed: int) -> PreTrainedModel:

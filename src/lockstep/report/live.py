@@ -18,6 +18,7 @@ from rich.text import Text
 
 from lockstep import types
 
+_WARMUP_LINE_S = 5.0
 _TREND = 40  # values in a sparkline
 _BARS = "▁▂▃▄▅▆▇█"
 _TIMES = ("rollout", "learn", "reward", "sync", "eval", "save", "wait")
@@ -56,7 +57,7 @@ def sparkline(values: list[float]) -> str:
     if not finite:
         return ""
     low, span = min(finite), max(finite) - min(finite)
-    return "".join(_bar((v - low) / span if span else 0.5) if math.isfinite(v) else " " for v in values)
+    return "".join(_bar((v - low) / span if span else 0.0) if math.isfinite(v) else " " for v in values)
 
 
 def _bar(share: float) -> str:
@@ -112,6 +113,7 @@ class LiveView:
         self._start = time.monotonic()
         self._trends: dict[str, deque[float]] = {}
         self._times: Mapping[str, float] = {}
+        self._printed = 0.0
         self._events: deque[str] = deque(maxlen=4)
         self._answer: tuple[int, types.Group] | None = None
         # Twice a second keeps the clock moving; more would cost the run cores it needs.
@@ -139,8 +141,9 @@ class LiveView:
             self._trends.setdefault(name, deque(maxlen=_TREND)).append(float(value))
         times = {part: metrics[f"time/{part}"] for part in _TIMES if f"time/{part}" in metrics}
         self._times = times if "time/total" in metrics else {**self._times, **times}  # what follows a step adds to it
-        if not self._live and any(name in metrics for name, _, _ in _ROWS):
+        if not self._live and self._worth_a_line(metrics):
             self._print(self._plain_line(metrics))
+            self._printed = time.monotonic()
 
     def samples(self, step: int, group: types.Group) -> None:
         if group.trajectories:  # a prompt that left no room for an answer has none to show
@@ -153,6 +156,14 @@ class LiveView:
             self._print(line)
 
     # -- plain
+
+    def _worth_a_line(self, metrics: Mapping[str, float]) -> bool:
+        """Steps and evaluations always; the many small updates of a warm-up every few seconds."""
+        if not any(name in metrics for name, _, _ in _ROWS):
+            return False
+        warming_up = all(name.startswith("warmup/") for name in metrics)
+        recent = time.monotonic() - self._printed < _WARMUP_LINE_S
+        return not (warming_up and recent) or self._phase.step == self._phase.total
 
     def _print(self, line: str) -> None:
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)

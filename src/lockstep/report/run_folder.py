@@ -11,8 +11,10 @@ runs/NAME/config.json          the resolved config
 
 from __future__ import annotations
 
+import fcntl
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -94,6 +96,16 @@ class RunFolder:
     @property
     def report(self) -> Path:
         return self.root / "report.html"
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """One writer at a time: a second process that wants to go on with the same run is refused."""
+        with (self.root / ".lock").open("w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ConfigError(f"another process is running in {self.root}") from None
+            yield
 
     def write_config(self, config: Mapping[str, Any]) -> None:
         """`config` is what resuming needs, JSON-ready: a model's `model_dump(mode="json")` or the merged tables."""

@@ -105,5 +105,5 @@ def test_numbers_stay_short() -> None:
 
 def test_sparklines_show_the_shape_and_leave_gaps() -> None:
     assert sparkline([0, 1, math.nan, 2, 3]) == "▁▃ ▆█"
-    assert sparkline([1, 1]) == "▅▅"
+    assert sparkline([1, 1]) == "▁▁"
     assert sparkline([math.nan]) == ""

@@ -11,6 +11,8 @@ from lockstep.types import Sample, Verdict
 
 _LONGEST_REASON = 300
 
+LARGEST = 1e18  # a reward beyond has no square in float32: somebody's mistake
+
 
 @dataclass(frozen=True, slots=True)
 class Part:
@@ -64,6 +66,7 @@ def _checked(result: object) -> Verdict:
 def _number(what: str, value: object) -> float:
     if not isinstance(value, Real):
         raise TypeError(f"the {what} is {value!r}, which is neither a number nor a Verdict")
-    if not math.isfinite(value):
-        raise ValueError(f"the {what} is {float(value)}")
-    return float(value)
+    number = float(value)
+    if not math.isfinite(number) or abs(number) > LARGEST:
+        raise ValueError(f"the {what} is {number}")
+    return number
