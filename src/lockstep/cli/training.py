@@ -36,7 +36,7 @@ def train(
     if progress is None:  # not rank 0
         return
     folder = RunFolder.open(root)
-    console.print(f"done: {progress.step} steps{_accuracy(folder)}", highlight=False)
+    console.print(f"done: {progress.step} steps{_accuracy(folder)}", highlight=False, soft_wrap=True)
     places = f"  report      {folder.report}\n  checkpoint  {folder.result or 'none could be saved'}"
     console.print(places, markup=False, highlight=False, soft_wrap=True)
 
