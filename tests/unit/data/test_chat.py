@@ -10,7 +10,7 @@ from lockstep.config import ConfigError
 from lockstep.data.chat import Conversation, end_tokens, render_demonstration, render_prompt, response_text, turn_end
 from lockstep.types import Completion, Message, StopReason, Verdict
 
-QWEN3 = Path("/work/shared/tokenizers/qwen3")
+QWEN3 = Path(__file__).parents[4] / "shared/tokenizers/qwen3"  # beside the repository, where there is one
 QUESTION = (Message("system", "Be brief."), Message("user", "1+1="))
 
 
