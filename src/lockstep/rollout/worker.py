@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 
 from transformers import PreTrainedTokenizerBase
 
 from lockstep.data.chat import Conversation, render_prompt, response_text
-from lockstep.protocols import Bus, Engine
+from lockstep.protocols import Bus, Engine, Judge
 from lockstep.types import (
     Completion,
     Group,
@@ -21,10 +21,7 @@ from lockstep.types import (
     SamplingParams,
     StopReason,
     Trajectory,
-    Verdict,
 )
-
-Judge = Callable[[Sample, str], Awaitable[Verdict]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
