@@ -2,29 +2,49 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from typing import NoReturn
 
 from lockstep.config import ConfigError
 
 FAILED, BAD_INPUT, STOPPED = 1, 2, 130
 
 
-def main() -> None:
+def main() -> NoReturn:
+    """Ends the process with the command's exit code.
+
+    One of several ranks ends at once: taking process groups apart while the interpreter ends aborts now and then, and
+    torchrun would call a run that is done and saved a failure.
+    """
+    code = run()
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
+def run() -> int:
     """Bad input, a full disk and a diverged model are told in one line; anything else is a bug, with its traceback."""
     from lockstep.assembly.outcome import Interrupted
     from lockstep.cli.app import app
 
     try:
         app()
+    except SystemExit as done:
+        return done.code if isinstance(done.code, int) else int(done.code is not None)
     except Interrupted as stop:
-        print(f"{stop}; go on with: lockstep train --resume {stop.root}", file=sys.stderr)
-        sys.exit(STOPPED)
+        return _tell(f"{stop}; go on with: lockstep train --resume {stop.root}", STOPPED)
     except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(BAD_INPUT)
+        return _tell(f"error: {error}", BAD_INPUT)
     except (OSError, FloatingPointError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(FAILED)
+        return _tell(f"error: {error}", FAILED)
     except KeyboardInterrupt:
-        print("stopped at once, without saving; the last checkpoint is whole", file=sys.stderr)
-        sys.exit(STOPPED)
+        return _tell("stopped at once, without saving; the last checkpoint is whole", STOPPED)
+    return 0
+
+
+def _tell(line: str, code: int) -> int:
+    print(line, file=sys.stderr)
+    return code
