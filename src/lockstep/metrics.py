@@ -42,7 +42,10 @@ METRICS = (
     Metric("policy/clip_high", "share of tokens whose ratio was clipped from above"),
     Metric("policy/grad_norm", "gradient norm before clipping, mean over updates", "steady"),
     Metric("policy/learning_rate", "learning rate of the last update"),
-    Metric("policy/skipped", "optimiser updates not made: nothing to learn from, or a gradient that is not finite"),
+    Metric(
+        "policy/skipped",
+        "optimiser updates not made: nothing to learn from, a gradient that is not finite, a step not approved",
+    ),
     Metric("policy/nonfinite", "those skipped for an inf or NaN in the gradient; ten in a row end the run", "0"),
     Metric("value/loss", "squared error of the value head"),
     Metric("value/explained", "share of the returns' variance that the value head explains", "towards 1"),

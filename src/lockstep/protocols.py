@@ -5,7 +5,7 @@ No role holds another: roles meet on the bus (groups) and in the weight store (v
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -62,11 +62,23 @@ class Rollout(Protocol):
         ...
 
 
+Approve = Callable[[Mapping[str, float]], bool]  # from what was measured of a step: may its weights move?
+
+
 class Learner(Protocol):
-    async def step(self, step: int, groups: AsyncIterator[int]) -> StepResult:
+    async def step(self, step: int, groups: AsyncIterator[int], approve: Approve = ...) -> StepResult:
         """One training step: pulls groups from the bus as their indices arrive, updates, publishes a version.
 
-        Waits for `groups` to end. A step in which everything was rejected publishes the old weights again.
+        Waits for `groups` to end, then asks `approve` once, with the metrics that are known before the weights move;
+        by default everything is approved. A step that is not, or in which everything was rejected, publishes the old
+        weights again.
+        """
+        ...
+
+    async def set_correction(self, name: str) -> None:
+        """Takes the place of the recipe's correction from the next step on; saved and restored with the learner.
+
+        Fails with ConfigError, changing nothing, if there is none of that name or the surrogate refuses it.
         """
         ...
 

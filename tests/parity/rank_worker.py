@@ -34,6 +34,7 @@ def build(name: str) -> LearnerCore:
         "values": ({"surrogate": "ppo"}, {"micro_tokens": 40, "mini_steps": 2}),
         "recomputed": ({"surrogate": "dapo"}, {"micro_tokens": 30, "activation_checkpointing": True}),
         "experts": ({"surrogate": "dapo"}, {"micro_tokens": 30}),
+        "governed": ({"surrogate": "dapo"}, {"micro_tokens": 30}),
         "bfloat16": ({"surrogate": "dapo"}, {"micro_tokens": 30, "dtype": "bfloat16"}),
     }[name]
     seed = dist.get_rank() if dist.is_initialized() else 0
@@ -41,7 +42,7 @@ def build(name: str) -> LearnerCore:
 
 
 def drive(front: Front, name: str, folder: Path) -> None:
-    """Two steps, a checkpoint between them loaded into the same core."""
+    """Two steps, a checkpoint between them loaded into the same core. Governed: the first is skipped."""
     folder.mkdir(parents=True, exist_ok=True)
     metrics = []
     for version, groups in enumerate(steps(name)):
@@ -49,7 +50,9 @@ def drive(front: Front, name: str, folder: Path) -> None:
         for group in groups:
             front.call("accumulate", [group])
         front.call("measure")
-        metrics.append(front.call("finish"))
+        metrics.append(front.call("finish", name == "governed" and version == 0))
+        if name == "governed":
+            front.call("set_correction", "none")
         front.call("save", folder)
         front.call("load", folder)
     torch.save(front.call("weights"), folder / "weights.pt")

@@ -18,9 +18,12 @@ FILE = "learner.pt"
 SHOWN = 3  # differences named when a state does not fit
 
 
-def save_state(folder: Path, updater: Updater, ranks: Ranks) -> None:
-    """All ranks must call it: shards are gathered; rank 0 writes. OSError with the path if the disk is full."""
-    state = map_tensors(updater.state_dict(), _whole)
+def save_state(folder: Path, updater: Updater, ranks: Ranks, correction: str | None) -> None:
+    """All ranks must call it: shards are gathered; rank 0 writes. OSError with the path if the disk is full.
+
+    `correction`: the one set during the run; None if it is the recipe's.
+    """
+    state = map_tensors(updater.state_dict(), _whole) | {"correction": correction}
     if ranks.rank == 0:
         _write(folder / FILE, state)
 
@@ -37,8 +40,8 @@ def _write(path: Path, state: Any) -> None:
         raise OSError(cause.errno, cause.strerror, str(path)) from error
 
 
-def load_state(folder: Path, updater: Updater) -> None:
-    """Bit for bit what was saved; ConfigError, and nothing loaded, if it is of another model or optimiser."""
+def load_state(folder: Path, updater: Updater) -> str | None:
+    """Bit for bit what was saved, and the saved correction; ConfigError, and nothing loaded, if it does not fit."""
     try:
         state = torch.load(folder / FILE, map_location=updater.ranks.device, weights_only=True)
     except Exception as error:  # a damaged file surfaces as almost anything
@@ -55,6 +58,7 @@ def load_state(folder: Path, updater: Updater) -> None:
         for index, moments in state["optimiser"]["state"].items()
     }
     updater.load_state_dict(state)
+    return state["correction"]
 
 
 def map_tensors(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lockstep.learner.ranks import Front
 from lockstep.learner.step import LearnerCore
-from lockstep.protocols import Bus, WeightStore
+from lockstep.protocols import Approve, Bus, WeightStore
 from lockstep.types import Group, StepResult
 
 OnGroup = Callable[[int, Group], None]
@@ -41,16 +41,20 @@ class LocalLearner:
         self.version = version
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="learner")
 
-    async def step(self, step: int, groups: AsyncIterator[int]) -> StepResult:
+    async def step(self, step: int, groups: AsyncIterator[int], approve: Approve = lambda measured: True) -> StepResult:
         """consumes: groups off the bus · waits for: `groups` to end · unblocked by: rollouts finishing"""
         await self._run(self._front.call, "begin", self.version)
         async for index in groups:
             group = await self._bus.get(index)
             self._on_group(step + 1, group)
             await self._run(self._front.call, "accumulate", [group])
-        metrics = await self._run(self._front.call, "finish")
+        approved = approve(await self._run(self._front.call, "measure"))
+        metrics = await self._run(self._front.call, "finish", not approved)
         await self.publish(self.version + 1)
         return StepResult(version=self.version, metrics=metrics)
+
+    async def set_correction(self, name: str) -> None:
+        await self._run(self._front.call, "set_correction", name)
 
     async def publish(self, version: int) -> None:
         """Puts the weights into the store as `version`: the live tensors, which the store copies if it must."""

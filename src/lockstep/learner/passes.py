@@ -36,7 +36,13 @@ class Pass(Protocol):
 
     def take(self, group: Judged) -> None: ...
 
-    def finish(self) -> Outcome: ...
+    def measure(self) -> None:
+        """All groups are in: the tally gets the rest of what can be told before an update."""
+        ...
+
+    def finish(self, skip: bool) -> Outcome:
+        """After `measure`, once. With `skip` no update is made."""
+        ...
 
 
 class Streamed:
@@ -49,9 +55,11 @@ class Streamed:
         for row in with_advantages([group], self._advantage):
             self._learn(self._packer.add(row) or [])
 
-    def finish(self) -> Outcome:
+    def measure(self) -> None:
         self._learn(self._packer.flush())
-        return Outcome([self._updater.apply()])
+
+    def finish(self, skip: bool) -> Outcome:
+        return Outcome([self._updater.skip() if skip else self._updater.apply()])
 
     def _learn(self, rows: Sequence[Row]) -> None:
         for micro in self._updater.shares(rows):
@@ -80,6 +88,7 @@ class Replayed:
         self._groups: list[Judged] = []
         self._place: dict[Row, int] = {}  # of a row in the step: the same on all ranks
         self._frozen: dict[int, Frozen] = {}  # by place; each rank scores its share
+        self._rows: list[Row] = []  # with advantages, once all is measured
 
     def take(self, group: Judged) -> None:
         self._groups.append(group)
@@ -87,12 +96,14 @@ class Replayed:
             self._place[row] = len(self._place)
             self._freeze(self._packer.add(row) or [])
 
-    def finish(self) -> Outcome:
+    def measure(self) -> None:
         self._freeze(self._packer.flush())
-        rows = with_advantages(self._scored_groups(), self.advantage)
-        minis = split(rows, self.config.mini_steps)
-        applied = [self._update(mini) for _ in range(self.config.epochs) for mini in minis]
-        return Outcome(applied, _explained(rows) if self.advantage.needs_values else None)
+        self._rows = with_advantages(self._scored_groups(), self.advantage)
+
+    def finish(self, skip: bool) -> Outcome:
+        minis = split(self._rows, self.config.mini_steps) * self.config.epochs
+        applied = [self.updater.skip() if skip else self._update(mini) for mini in minis]
+        return Outcome(applied, _explained(self._rows) if self.advantage.needs_values else None)
 
     def _freeze(self, rows: Sequence[Row]) -> None:
         for micro in self.updater.shares(rows):

@@ -26,6 +26,7 @@ class Skip(StrEnum):
 
     EMPTY = "nothing to learn from"  # the gradient is zero
     NONFINITE = "the gradient is not finite"
+    REFUSED = "the step was not approved"
 
 
 @dataclass(frozen=True, slots=True)

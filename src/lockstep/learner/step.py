@@ -1,11 +1,16 @@
-"""One training step, in three calls so that groups can stream in: `begin`, `accumulate` as they arrive, `finish`."""
+"""One training step, in four calls: `begin`, `accumulate` as groups arrive, `measure`, `finish`.
+
+Between the last two somebody may look at what was measured and decide that the weights shall not move.
+"""
 
 from __future__ import annotations
 
 import resource
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -15,6 +20,7 @@ from transformers import PreTrainedModel
 from lockstep.algorithms.config import AlgorithmConfig
 from lockstep.algorithms.diagnostics import Tally, metrics
 from lockstep.algorithms.supervised import CROSS_ENTROPY
+from lockstep.config.loading import validate
 from lockstep.data.packing import example_row
 from lockstep.learner.checkpoint import load_state, save_state
 from lockstep.learner.config import LearnerConfig
@@ -45,6 +51,7 @@ class LearnerCore:
         """
         self.algorithm, self.config, self.ranks = algorithm, config, ranks or Ranks.current(module.device)
         self.objective, self.advantage = algorithm.build_objective(), algorithm.build_advantage()
+        self._correction: str | None = None  # in place of the recipe's
         self.updater = Updater(module, config, num_updates, self.ranks)
         self.begin(version=0)
 
@@ -58,6 +65,7 @@ class LearnerCore:
         self.updater.discard()
         self._version, self._num_tokens, self._busy = version, 0, 0.0
         self._left_out = Counter[str]()
+        self._measured = False
         self._pass: Pass = (
             Streamed(self.updater, self.objective, self.advantage)
             if self.streams
@@ -66,25 +74,46 @@ class LearnerCore:
 
     def accumulate(self, groups: Sequence[Group]) -> None:
         """Takes complete groups in the order they are to be learned from."""
-        start = time.perf_counter()
-        for group in groups:
-            judged = admit(group, self._version, self.algorithm.truncated, self._left_out)
-            self._num_tokens += sum(map(len, judged.rows))
-            self._pass.take(judged)
-        self._busy += time.perf_counter() - start
+        with self._working():
+            for group in groups:
+                judged = admit(group, self._version, self.algorithm.truncated, self._left_out)
+                self._num_tokens += sum(map(len, judged.rows))
+                self._pass.take(judged)
 
-    def finish(self) -> dict[str, float]:
-        """The rest of the gradients and the updates; metrics by their names in `lockstep.metrics`."""
-        start = time.perf_counter()
-        outcome, tally = self._pass.finish(), self._pass.tally
-        tally.combine(self.ranks.sum, self.ranks.max)
-        result = metrics(tally) | _summary(outcome) | {"mismatch/refused": float(self._left_out["refused"])}
-        self._busy += time.perf_counter() - start
+    def measure(self) -> dict[str, float]:
+        """All groups are in: what is known of them before the weights move, by the names in `lockstep.metrics`."""
+        with self._working():
+            self._pass.measure()
+            self._measured = True
+            return self._tallied()
+
+    def finish(self, skip: bool = False) -> dict[str, float]:
+        """The updates of a measured step and all its metrics. With `skip` weights, optimiser and schedule stay put."""
+        assert self._measured, "finish follows measure: the last groups would be lost"
+        with self._working():
+            result = _summary(self._pass.finish(skip)) | self._tallied()
         return result | {
             "time/learn": self._busy,
             "perf/train_tokens_per_s": self._num_tokens / self._busy,
             "perf/memory_gib": peak_memory(self.ranks.device),
         }
+
+    def _tallied(self) -> dict[str, float]:
+        tally = replace(self._pass.tally)  # updates may still add to the pass's own
+        tally.combine(self.ranks.sum, self.ranks.max)
+        return metrics(tally) | {"mismatch/refused": float(self._left_out["refused"])}
+
+    @contextmanager
+    def _working(self) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self._busy += time.perf_counter() - start
+
+    def set_correction(self, name: str) -> None:
+        """From the next step on and in its checkpoints; ConfigError if there is none or the surrogate refuses it."""
+        tables = self.algorithm.model_dump() | {"correction": name}
+        algorithm = validate(AlgorithmConfig, tables, f"correction {name!r}")
+        self.algorithm, self.objective, self._correction = algorithm, algorithm.build_objective(), name
 
     def supervised(self, examples: Sequence[tuple[Tensor, Tensor]], learning_rate: float) -> dict[str, float]:
         """One update on worked examples (tokens, mask), outside any step and outside the schedule."""
@@ -103,11 +132,12 @@ class LearnerCore:
         return full_weights(self.updater.module, self.updater.dtype)
 
     def save(self, folder: Path) -> None:
-        """Everything a bit-exact resume needs: master weights, optimiser, counters, loss scale, value head."""
-        save_state(folder, self.updater, self.ranks)
+        """All a bit-exact resume needs: master weights, optimiser, counters, loss scale, value head, correction."""
+        save_state(folder, self.updater, self.ranks, self._correction)
 
     def load(self, folder: Path) -> None:
-        load_state(folder, self.updater)
+        if correction := load_state(folder, self.updater):
+            self.set_correction(correction)
 
 
 def peak_memory(device: torch.device) -> float:

@@ -92,7 +92,8 @@ class Updater:
         """
         loss, value_loss, count = self.ranks.sum(self._sums).tolist()
         self._sums.zero_()
-        rate = self._next_rate() if learning_rate is None else learning_rate
+        rate = self._scheduled_rate if learning_rate is None else learning_rate
+        self.update += learning_rate is None
         set_learning_rate(self.optimiser, rate)
         # FSDP2 averages gradients over ranks where the objective sums them.
         outcome = self.masters.step(
@@ -101,9 +102,15 @@ class Updater:
         count = count or 1.0
         return Applied(loss / count, value_loss / count, outcome.grad_norm, rate, outcome.skipped)
 
-    def _next_rate(self) -> float:
-        self.update += 1
-        return self.config.learning_rate * self.config.schedule.factor(self.update - 1, self.num_updates)
+    def skip(self) -> Applied:
+        """In place of `apply`: the gradient is forgotten; weights, optimiser and schedule stay where they are."""
+        self.discard()
+        return Applied(0.0, 0.0, 0.0, self._scheduled_rate, Skip.REFUSED)
+
+    @property
+    def _scheduled_rate(self) -> float:
+        """Of the next update."""
+        return self.config.learning_rate * self.config.schedule.factor(self.update, self.num_updates)
 
     def discard(self) -> None:
         """Forgets gradients of an update that was begun and never applied."""

@@ -18,6 +18,7 @@ from lockstep.controller.checkpoints import Checkpoints, Progress
 from lockstep.controller.config import CheckpointConfig, TrainConfig
 from lockstep.controller.loop import Controller, Roles
 from lockstep.metrics import describe
+from lockstep.protocols import Approve
 from lockstep.types import Group, GroupReceipt, Message, Sample, StepResult
 
 FRESH = Progress(step=0, version=0, next_index=0, unfinished=[])
@@ -92,20 +93,25 @@ class FakeLearner:
     version: int = 0
     trained: list[list[int]] = field(default_factory=list)
     lags: list[int] = field(default_factory=list)
+    correction: str = "tis"
     on_step: Callable[[int], None] = lambda step: None
     save_error: Callable[[int], OSError | None] = lambda step: None
 
-    async def step(self, step: int, groups: AsyncIterator[int]) -> StepResult:
+    async def step(self, step: int, groups: AsyncIterator[int], approve: Approve = lambda measured: True) -> StepResult:
         taken: list[int] = []
         async for index in groups:
             group = await self.bus.get(index)
             self.lags.append(self.version - group.version)
             await turns(3)
             taken.append(index)
-        self.trained.append(taken)
+        if approve({"mismatch/k3": 0.0}):
+            self.trained.append(taken)
         self.version += 1
         self.on_step(step)
         return StepResult(version=self.version, metrics={"policy/loss": 0.5, "time/learn": 0.0})
+
+    async def set_correction(self, name: str) -> None:
+        self.correction = name
 
     async def save(self, folder: Path) -> None:
         (folder / "state.json").write_text(json.dumps(self.trained))

@@ -81,8 +81,9 @@ def make_groups(num: int = 4, seed: int = 0) -> list[Group]:
     return [make_group(i, (1.0, 0.0, 0.5, 0.0), seed) for i in range(num)]
 
 
-def run_step(core: LearnerCore, groups: Sequence[Group], version: int = 0) -> dict[str, float]:
+def run_step(core: LearnerCore, groups: Sequence[Group], version: int = 0, skip: bool = False) -> dict[str, float]:
     core.begin(version)
     for group in groups:
         core.accumulate([group])
-    return core.finish()
+    core.measure()
+    return core.finish(skip)

@@ -65,6 +65,7 @@ def test_streaming_does_not_depend_on_how_groups_are_handed_over() -> None:
     one, many = make_core(DAPO, {"micro_tokens": 50}), make_core(DAPO, {"micro_tokens": 50})
     one.begin(0)
     one.accumulate(make_groups())
+    one.measure()
     one.finish()
     run_step(many, make_groups())
     assert same(one.weights(), many.weights())
@@ -93,6 +94,67 @@ def test_updates_without_signal_leave_weights_and_optimiser_bit_identical(tmp_pa
         assert same(before, core.weights())
         after = core.updater.optimiser.state_dict()["state"]
         assert all(torch.equal(moments[k][n], after[k][n]) for k in moments for n in moments[k])
+
+
+def optimiser_state(core: LearnerCore) -> dict[int, dict[str, Tensor]]:
+    state = core.updater.optimiser.state_dict()["state"]
+    return {k: {n: t.clone() for n, t in v.items()} for k, v in state.items()}
+
+
+@pytest.mark.parametrize("algorithm", ["dapo", "ppo"])
+@pytest.mark.parametrize("learner", [{}, {"mini_steps": 2, "epochs": 2}], ids=["one update", "four updates"])
+def test_a_skipped_step_is_measured_and_moves_nothing(algorithm: str, learner: dict[str, int]) -> None:
+    core = make_core(ALGORITHMS[algorithm], learner | {"schedule": {"kind": "cosine"}})
+    run_step(core, make_groups(seed=1))
+    before, moments, update = snapshot(core), optimiser_state(core), core.updater.update
+    metrics = run_step(core, make_groups(seed=2), version=1, skip=True)
+    assert metrics["policy/skipped"] == core.config.num_updates
+    assert metrics["policy/nonfinite"] == 0
+    assert metrics["mismatch/k3"] > 0
+    assert same(before, core.weights())
+    assert all(same(moments[k], after) for k, after in optimiser_state(core).items())
+    assert core.updater.update == update, "the schedule waits"
+    other = make_core(ALGORITHMS[algorithm], learner | {"schedule": {"kind": "cosine"}})
+    run_step(other, make_groups(seed=1))
+    for one in (core, other):
+        run_step(one, make_groups(seed=3), version=2)
+    assert same(core.weights(), other.weights()), "no trace of the skipped gradient"
+
+
+@pytest.mark.parametrize("learner", [{}, {"mini_steps": 2}], ids=["streamed", "replayed"])
+def test_what_is_measured_is_what_is_logged(learner: dict[str, int]) -> None:
+    core = make_core(DAPO, learner | {"micro_tokens": 40})
+    core.begin(0)
+    core.accumulate(make_groups())
+    measured = core.measure()
+    logged = core.finish()
+    assert "mismatch/k3" in measured
+    assert "policy/entropy" in measured
+    assert {k: v for k, v in logged.items() if k in measured and "clip" not in k} == {
+        k: v for k, v in measured.items() if "clip" not in k
+    }
+
+
+def test_a_correction_set_between_steps_acts_and_outlives_a_resume(tmp_path: Path) -> None:
+    plain, strict = make_core(DAPO | {"correction": "none"}), make_core(DAPO | {"correction": {"name": "tis"}})
+    for core in (plain, strict):
+        run_step(core, [])
+    plain.set_correction("tis")
+    plain.save(tmp_path)
+    resumed = make_core(DAPO | {"correction": "none"}, seed=7)
+    resumed.load(tmp_path)
+    for core in (plain, strict, resumed):
+        run_step(core, make_groups(), version=1)
+    assert same(plain.weights(), strict.weights())
+    assert same(resumed.weights(), strict.weights())
+
+
+def test_a_correction_that_does_not_exist_is_refused_and_changes_nothing() -> None:
+    core = make_core(DAPO)
+    before = core.objective
+    with pytest.raises(ConfigError, match="unknown correction 'tiss': did you mean 'tis'"):
+        core.set_correction("tiss")
+    assert core.objective is before
 
 
 @pytest.mark.parametrize("learner", [{}, {"mini_steps": 2}], ids=["streamed", "replayed"])
@@ -251,6 +313,22 @@ def test_the_local_learner_takes_groups_off_the_bus_and_publishes_versions(tmp_p
         assert same(store[1], core.weights())
         assert not same(store[0], store[1]), "published versions are snapshots"
         assert same(saved, core.weights())
+
+    asyncio.run(main())
+
+
+def test_the_local_learner_asks_before_the_weights_move() -> None:
+    async def main() -> None:
+        core, bus, store = make_core(DAPO), MemoryBus(make_groups()), MemoryStore()
+        learner = LocalLearner(core, bus, store, save_weights=lambda folder, weights: None)
+        await learner.publish(0)
+        asked: list[Mapping[str, float]] = []
+        result = await learner.step(0, indices(4), lambda measured: asked.append(measured) or False)
+        await learner.close()
+        assert [m["mismatch/k3"] for m in asked] == [result.metrics["mismatch/k3"]]
+        assert result.version == 1
+        assert result.metrics["policy/skipped"] == 1
+        assert same(store[0], store[1]), "the version advances, the weights do not"
 
     asyncio.run(main())
 
