@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from lockstep.algorithms.config import AlgorithmConfig
 from lockstep.assembly.warmup import WarmupConfig
 from lockstep.config import Config, Plugin, plugin
+from lockstep.config.layers import Presets
 from lockstep.controller.config import CheckpointConfig, TrainConfig
 from lockstep.learner.config import LearnerConfig
 from lockstep.models.loading import ModelConfig
@@ -17,10 +18,16 @@ from lockstep.rollout.config import RolloutConfig
 from lockstep.rollout.evaluate import EvalConfig
 from lockstep.tasks.judging import JudgeConfig
 
+METHOD = ("surrogate", "advantage", "correction", "reduction", "dynamic_sampling", "kl")
+PRESETS = Presets("lockstep.presets", owns=tuple(f"algorithm.{key}" for key in METHOD), notes="paper")
+
 
 class Recipe(Config):
     """A run, completely."""
 
+    presets: ClassVar[Presets | None] = PRESETS
+    preset: str = ""
+    """a paper's settings, under the recipe's own keys: see `lockstep explain`; on the command line, above them"""
     name: str = Field(default="run", pattern=r"^[\w.-]+$")
     """folder of the run, under runs/"""
     seed: int = Field(default=0, ge=0, lt=2**63)

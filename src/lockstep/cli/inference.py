@@ -14,8 +14,8 @@ from rich.text import Text
 from lockstep.assembly.recipe import Recipe
 from lockstep.assembly.roles import Sampling, load_model
 from lockstep.cli import recipe_files
-from lockstep.config import ConfigError, load
-from lockstep.config.loading import override_tables, validate
+from lockstep.config import ConfigError, load, resolve
+from lockstep.config.loading import validate
 from lockstep.data.chat import render_prompt, response_text
 from lockstep.report.run_folder import RunFolder
 from lockstep.types import Message, Request, Sample, Trajectory
@@ -103,7 +103,7 @@ def _checkpoint_and_recipe(checkpoint: str, overrides: Sequence[str], recipe: st
     if not _is_run(checkpoint):
         raise ConfigError(f"{checkpoint} is not a run: name the task with --recipe")
     folder = RunFolder.open(Path(checkpoint))
-    return path, validate(Recipe, override_tables(folder.read_config(), overrides), str(folder.config))
+    return path, resolve(Recipe, folder.read_config(), overrides, str(folder.config))[0]
 
 
 def _is_run(checkpoint: str) -> bool:

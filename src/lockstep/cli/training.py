@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ from lockstep.assembly.estimate import estimate
 from lockstep.assembly.recipe import Recipe
 from lockstep.assembly.run import train as run_training
 from lockstep.cli import recipe_files
-from lockstep.config import ConfigError, load
-from lockstep.config.loading import override_tables, validate
+from lockstep.config import ConfigError, resolve
+from lockstep.config.layers import Stack
+from lockstep.config.loading import read_tables
 from lockstep.report.run_folder import RunFolder
 
 
@@ -28,9 +30,9 @@ def train(
     runs: Path,
     console: Console,
 ) -> None:
-    chosen, root = _choose(recipe, overrides, resume, runs)
+    chosen, layers, root = _choose(recipe, overrides, resume, runs)
     if dry_run:
-        _show(chosen, console)
+        _show(chosen, layers, console)
         return
     progress = run_training(chosen, root, resume=resume is not None, plain=plain)
     if progress is None:  # not rank 0
@@ -52,23 +54,26 @@ def _accuracy(folder: RunFolder) -> str:
     return text + (f" (supervised learning alone: {control[-1]:.1%})" if control else "")
 
 
-def _choose(recipe: str | None, overrides: Sequence[str], resume: Path | None, runs: Path) -> tuple[Recipe, Path]:
+def _choose(
+    recipe: str | None, overrides: Sequence[str], resume: Path | None, runs: Path
+) -> tuple[Recipe, Stack, Path]:
     if resume is not None:
         given = [recipe, *overrides] if recipe else list(overrides)  # after --resume the first word is an override too
         folder = RunFolder.open(resume)
         tables = folder.read_config()
         if not tables:
             raise ConfigError(f"{resume} was killed before it began: remove the folder and start again")
-        tables = override_tables(tables, given)
-        return validate(Recipe, tables, str(folder.config)), resume
+        return *resolve(Recipe, tables, given, str(folder.config)), resume
     if recipe is None:
         raise ConfigError("name a recipe, such as `lockstep train quickstart`, or a run with --resume")
-    chosen = load(Recipe, recipe_files.find(recipe), overrides)
-    return chosen, runs / chosen.name
+    path = recipe_files.find(recipe)
+    chosen, layers = resolve(Recipe, read_tables(path), overrides, str(path))
+    return chosen, layers, runs / chosen.name
 
 
-def _show(recipe: Recipe, console: Console) -> None:
-    console.print(to_toml(recipe.model_dump(mode="json", exclude_none=True)), markup=False, highlight=False)
+def _show(recipe: Recipe, layers: Stack, console: Console) -> None:
+    resolved = to_toml(recipe.model_dump(mode="json", exclude_none=True), origin=layers.origin)
+    console.print(resolved, markup=False, highlight=False, soft_wrap=True)
     parts = estimate(recipe)
     table = Table(title="memory, about", show_header=False)
     for name, gib in parts.items():
@@ -78,13 +83,21 @@ def _show(recipe: Recipe, console: Console) -> None:
     console.print(table)
 
 
-def to_toml(tables: Mapping[str, Any], prefix: str = "") -> str:
-    """Nested tables as TOML; values as JSON writes them, which TOML reads the same way."""
-    import json
-
-    plain = {k: v for k, v in tables.items() if not isinstance(v, Mapping)}
-    lines = [f"{key} = {json.dumps(value)}" for key, value in plain.items()]
+def to_toml(tables: Mapping[str, Any], prefix: str = "", origin: Callable[[str], str | None] = lambda key: None) -> str:
+    """Nested tables as TOML, each key with where it came from, if that is known."""
+    lines = []
+    for key, value in tables.items():
+        if not isinstance(value, Mapping):
+            comment = origin(prefix + key)
+            lines.append(f"{key} = {_value(value)}" + (f"  # {comment}" if comment else ""))
     for key, value in tables.items():
         if isinstance(value, Mapping):
-            lines += ["", f"[{prefix}{key}]", to_toml(value, f"{prefix}{key}.")]
+            lines += ["", f"[{prefix}{key}]", to_toml(value, f"{prefix}{key}.", origin)]
     return "\n".join(lines)
+
+
+def _value(value: object) -> str:
+    """On one line. Plain values are as JSON writes them, which TOML reads the same way."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key} = {_value(inner)}" for key, inner in value.items()) + "}"
+    return f"[{', '.join(map(_value, value))}]" if isinstance(value, list) else json.dumps(value)

@@ -1,4 +1,4 @@
-"""Reads a recipe, applies `a.b=c` overrides, validates; every complaint names the key, the nearest one and the file."""
+"""Reads a recipe, lays presets and `a.b=c` overrides, validates; complaints name the key, the nearest and the file."""
 
 from __future__ import annotations
 
@@ -10,33 +10,38 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from lockstep.config.base import ConfigError
+from lockstep.config.base import Config, ConfigError
+from lockstep.config.layers import Stack, stack
 
-Model = TypeVar("Model", bound=BaseModel)
+Model = TypeVar("Model", bound=Config)
 
 
 def load(model: type[Model], path: Path, overrides: Sequence[str] = ()) -> Model:
     """The recipe at `path` with overrides, as a validated model; ConfigError with one line otherwise."""
-    return validate(model, load_tables(path, overrides), str(path))
+    return resolve(model, read_tables(path), overrides, str(path))[0]
 
 
-def load_tables(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
+def resolve(
+    model: type[Model], tables: Mapping[str, Any], overrides: Sequence[str], origin: str
+) -> tuple[Model, Stack]:
+    """The validated model, and the layers it came from. `origin` is what complaints call the tables."""
     try:
-        tables = tomllib.loads(path.read_text())
+        layers = stack(tables, overrides, Path(origin).name, model.presets)
+    except ConfigError as error:
+        raise ConfigError(f"{origin}: {error}") from None
+    preset = layers.tables.get("preset")
+    return validate(model, layers.tables, f"{origin} with preset {preset!r}" if preset else origin), layers
+
+
+def read_tables(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text())
     except FileNotFoundError:
         raise ConfigError(f"no recipe at {path}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read {path}: {error}") from None
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from None
-    return override_tables(tables, overrides)
-
-
-def override_tables(tables: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """`tables` with every `a.b=c` applied, in place."""
-    for override in overrides:
-        _apply(tables, override)
-    return tables
 
 
 def validate(model: type[Model], tables: Mapping[str, Any], origin: str) -> Model:
@@ -44,28 +49,6 @@ def validate(model: type[Model], tables: Mapping[str, Any], origin: str) -> Mode
         return model.model_validate(tables)
     except ValidationError as error:
         raise ConfigError("; ".join(_explain(model, e, origin) for e in error.errors())) from None
-
-
-def _apply(tables: dict[str, Any], override: str) -> None:
-    key, equals, raw = override.partition("=")
-    if not equals or not key:
-        raise ConfigError(f"override {override!r} is not of the form key.subkey=value")
-    *parents, leaf = key.split(".")
-    table: Any = tables
-    for parent in parents:
-        table = table.setdefault(parent, {})
-        if not isinstance(table, dict):
-            raise ConfigError(f"override {override!r}: {parent} is the plain value {table!r} there, not a table")
-    table[leaf] = parse_value(raw)
-
-
-def parse_value(raw: str) -> Any:
-    """A TOML value if it is one (`3`, `1e-4`, `true`, `[1, 2]`), else the text itself."""
-    try:
-        table = tomllib.loads(f"value = {raw}")
-    except tomllib.TOMLDecodeError:
-        return raw
-    return table["value"] if len(table) == 1 else raw
 
 
 def _explain(model: type[BaseModel], error: Any, origin: str) -> str:

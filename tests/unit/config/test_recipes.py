@@ -9,7 +9,7 @@ import pytest
 from pydantic import Field
 
 from lockstep.config import Config, ConfigError, Plugin, choices, load, plugin
-from lockstep.config.loading import parse_value
+from lockstep.config.layers import parse_value
 
 
 class Engine(Config):
