@@ -6,26 +6,27 @@ from typing import Annotated, Literal
 
 from pydantic import model_validator
 
+from lockstep.algorithms.corrections._product import Product
 from lockstep.algorithms.objective import Objective
-from lockstep.algorithms.pieces import Advantage
+from lockstep.algorithms.pieces import Advantage, Companions, NamedCorrection
+from lockstep.algorithms.rules import refusal
 from lockstep.config import Config, Plugin, plugin
 
 PACKAGE = "lockstep.algorithms"
-COMPANIONS = ("advantage", "reduction", "dynamic_sampling")  # class variables of every surrogate
+SURROGATES, ADVANTAGES = f"{PACKAGE}.surrogates", f"{PACKAGE}.advantages"
+CORRECTIONS, REDUCTIONS = f"{PACKAGE}.corrections", f"{PACKAGE}.reductions"
 
 
 class AlgorithmConfig(Config):
     """`surrogate = "dapo"` is enough; everything else then is what DAPO's paper uses, with truncated weights."""
 
-    surrogate: Annotated[Plugin, plugin(f"{PACKAGE}.surrogates")]
+    surrogate: Annotated[Plugin, plugin(SURROGATES)]
     """The loss per token."""
-    advantage: Annotated[Plugin | None, plugin(f"{PACKAGE}.advantages")] = None
+    advantage: Annotated[Plugin | None, plugin(ADVANTAGES)] = None
     """How rewards become advantages; unset: the surrogate's usual one."""
-    correction: Annotated[Plugin, plugin(f"{PACKAGE}.corrections")] = Plugin(
-        package=f"{PACKAGE}.corrections", name="tis"
-    )
-    """What makes up for the sampler not being the learner."""
-    reduction: Annotated[Plugin | None, plugin(f"{PACKAGE}.reductions")] = None
+    correction: Annotated[Plugin | tuple[Plugin, ...] | None, plugin(CORRECTIONS, several=True)] = None
+    """What makes up for the sampler not being the learner; a list multiplies; unset: the surrogate's usual one."""
+    reduction: Annotated[Plugin | None, plugin(REDUCTIONS)] = None
     """How tokens become one number; unset: the surrogate's usual one."""
     dynamic_sampling: bool | None = None
     """Replace groups whose rewards are all equal by new ones; unset: as the surrogate's paper does."""
@@ -35,26 +36,49 @@ class AlgorithmConfig(Config):
     """Weight of the value head's loss, for advantages that need one."""
 
     @model_validator(mode="after")
-    def _has_companions(self) -> AlgorithmConfig:
-        missing = [name for name in COMPANIONS if not hasattr(self.surrogate.cls, name)]
-        if missing:
-            raise ValueError(
-                f"the surrogate {self.surrogate.name!r} has no {', '.join(missing)}; see algorithms/pieces.py"
-            )
+    def _says_what_it_is(self) -> AlgorithmConfig:
+        """What a class of the user's own may lack."""
+        needed = [(self.surrogate, "companions"), *((correction, "weighs") for correction in self._given_corrections)]
+        for piece, name in needed:
+            if not hasattr(piece.cls, name):
+                raise ValueError(f"{piece.name!r} has no {name}; see algorithms/pieces.py")
+        return self
+
+    @model_validator(mode="after")
+    def _means_something(self) -> AlgorithmConfig:
+        if reason := refusal(self.surrogate.build(), self._build_corrections()):
+            raise ValueError(reason)
         return self
 
     @property
+    def companions(self) -> Companions:
+        return self.surrogate.cls.companions  # type: ignore[attr-defined]
+
+    @property
     def advantage_plugin(self) -> Plugin:
-        return self.advantage or Plugin(package=f"{PACKAGE}.advantages", name=self.surrogate.cls.advantage)
+        return self.advantage or Plugin(package=ADVANTAGES, name=self.companions.advantage)
 
     @property
     def reduction_plugin(self) -> Plugin:
-        return self.reduction or Plugin(package=f"{PACKAGE}.reductions", name=self.surrogate.cls.reduction)
+        return self.reduction or Plugin(package=REDUCTIONS, name=self.companions.reduction)
+
+    @property
+    def correction_plugins(self) -> tuple[Plugin, ...]:
+        """Those given or, if none is, the surrogate's usual one with the option the two share."""
+        if self.correction is not None:
+            return self._given_corrections
+        shared = self.companions.shares
+        options = {shared: getattr(self.surrogate.build(), shared)} if shared else {}
+        return (Plugin(package=CORRECTIONS, name=self.companions.correction, options=options),)
+
+    @property
+    def _given_corrections(self) -> tuple[Plugin, ...]:
+        return (self.correction,) if isinstance(self.correction, Plugin) else self.correction or ()
 
     @property
     def replaces_groups(self) -> bool:
         """Whether groups without signal are replaced."""
-        return self.surrogate.cls.dynamic_sampling if self.dynamic_sampling is None else self.dynamic_sampling
+        return self.companions.dynamic_sampling if self.dynamic_sampling is None else self.dynamic_sampling
 
     @property
     def needs_values(self) -> bool:
@@ -65,9 +89,13 @@ class AlgorithmConfig(Config):
         return self.advantage_plugin.build()
 
     def build_objective(self) -> Objective:
+        corrections = self._build_corrections()
         return Objective(
             surrogate=self.surrogate.build(),
-            correction=self.correction.build(),
+            correction=corrections[0] if len(corrections) == 1 else Product(corrections),
             reduction=self.reduction_plugin.build(),
             value_coef=self.value_coef if self.needs_values else 0.0,
         )
+
+    def _build_corrections(self) -> tuple[NamedCorrection, ...]:
+        return tuple(correction.build() for correction in self.correction_plugins)

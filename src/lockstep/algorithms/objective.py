@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -21,6 +21,8 @@ class Objective:
     value_coef: float = 0.0
 
     def __call__(self, logp: Tensor, value: Tensor | None, batch: Batch) -> Part:
+        if self.surrogate.companions.prox_now:  # for the correction too: w is of the same ℓp
+            batch = replace(batch, logp_prox=logp.detach())
         weight = self.correction(batch)
         accepted = batch.mask & (weight != 0)
         share, count = self.reduction(batch, batch.mask if self.reduction.count_rejected else accepted)

@@ -13,12 +13,27 @@ from torch import Tensor
 from lockstep.types import Batch
 
 
-class Surrogate(Protocol):
-    """Loss per token, minimised. Never masks, averages, corrects or logs. Its usual companions are named with it."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Companions:
+    """What a surrogate is used with. The first four are its paper's choices, and a recipe may make others.
 
-    advantage: ClassVar[str]
-    reduction: ClassVar[str]
-    dynamic_sampling: ClassVar[bool]
+    The rest is what the equation insists on, so that a recipe that says otherwise is refused.
+    """
+
+    advantage: str
+    reduction: str
+    correction: str = "tis"
+    dynamic_sampling: bool = False  # replaces groups whose rewards are all equal
+    holds_weight: bool = False  # divides by the sampler's probability itself: a second weight is refused
+    shares: str | None = None  # an option that its correction, and no other, must set to the same value
+    prox_now: bool = False  # ℓp := sg(ℓ) at every update, instead of what was frozen before the step's first
+    one_update: bool = False  # per step
+
+
+class Surrogate(Protocol):
+    """Loss per token, minimised. Never masks, averages, corrects or logs."""
+
+    companions: ClassVar[Companions]
 
     def __call__(self, logp: Tensor, batch: Batch) -> Tensor:
         """ℓ [N] and the batch, to loss [N]."""
@@ -36,6 +51,12 @@ class Correction(Protocol):
     def __call__(self, batch: Batch) -> Tensor:
         """Weight [N] from ℓp and ℓb."""
         ...
+
+
+class NamedCorrection(Correction, Protocol):
+    """One that a recipe may name, alone or in a list."""
+
+    weighs: ClassVar[bool]  # it estimates π_prox/π_behav, which is done once at most; one that does not only rejects
 
 
 class Reduction(Protocol):
@@ -61,6 +82,15 @@ class Episodes:
     rewards: Tensor  # [G] float64
     seq: Tensor  # [M] int64, which answer a sampled token belongs to, ascending
     values: Tensor | None = None  # [M] float32, the value head's prediction before the token
+
+    @property
+    def all_equal(self) -> bool:
+        """No answer is better than another: an advantage is then exactly 0, which R − mean need not be when rounded."""
+        return bool(self.rewards.min() == self.rewards.max())
+
+    def per_token(self, A: Tensor) -> Tensor:
+        """A [G], one for each answer, on its tokens [M]."""
+        return A.float()[self.seq]
 
 
 class Advantage(Protocol):

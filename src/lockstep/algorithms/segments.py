@@ -25,7 +25,11 @@ def seq_sum(x: Tensor, batch: Batch) -> Tensor:
     return torch.zeros(batch.num_seqs, dtype=x.dtype, device=x.device).index_add(0, batch.seq, x)
 
 
+def seq_total(x: Tensor, batch: Batch) -> Tensor:
+    """Σ x·m, broadcast back to the tokens [N]."""
+    return seq_sum(torch.where(batch.mask, x, 0.0), batch)[batch.seq]
+
+
 def seq_mean(x: Tensor, batch: Batch) -> Tensor:
     """seq(x) = Σ(x·m)/L, broadcast back to the tokens [N]; 0 for a sequence without a sampled token."""
-    total = seq_sum(torch.where(batch.mask, x, 0.0), batch)
-    return (total / seq_count(batch.mask, batch).clamp(min=1))[batch.seq]
+    return seq_total(x, batch) / seq_count(batch.mask, batch).clamp(min=1)[batch.seq]

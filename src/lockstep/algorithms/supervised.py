@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lockstep.algorithms.corrections.none import NONE
 from lockstep.algorithms.objective import Objective
+from lockstep.algorithms.pieces import Companions
 from lockstep.algorithms.reductions.token_mean import TokenMean
 from lockstep.types import Batch
 
@@ -17,9 +18,7 @@ from lockstep.types import Batch
 class NegativeLogLikelihood:
     """−ℓ"""
 
-    advantage: ClassVar[str] = "none"
-    reduction: ClassVar[str] = "token_mean"
-    dynamic_sampling: ClassVar[bool] = False
+    companions: ClassVar[Companions] = Companions(advantage="none", reduction="token_mean", correction="none")
 
     def __call__(self, logp: Tensor, batch: Batch) -> Tensor:
         return -logp

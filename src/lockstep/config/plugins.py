@@ -106,13 +106,19 @@ class Plugin(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Chooser:
-    """Reads a name, or a table with `name`, as a plugin of `package`."""
+    """Reads a name, or a table with `name`, as a plugin of `package`; with `several`, a list of them too."""
 
     package: str
+    several: bool = False
 
-    def __call__(self, value: object) -> Plugin | None:
-        if value is None or isinstance(value, Plugin):
-            return value  # None: only where the field allows it
+    def __call__(self, value: object) -> Plugin | tuple[Plugin, ...] | None:
+        if self.several and isinstance(value, list | tuple):
+            return tuple(map(self._read, value))
+        return None if value is None else self._read(value)  # None: only where the field allows it
+
+    def _read(self, value: object) -> Plugin:
+        if isinstance(value, Plugin):
+            return value
         table = {"name": value} if isinstance(value, str) else value
         if not isinstance(table, Mapping) or not isinstance(table.get("name"), str):
             raise ConfigError(f"expected a name or a table with `name`; choices: {', '.join(choices(self.package))}")
@@ -121,9 +127,9 @@ class Chooser:
         return Plugin(package=self.package, name=table["name"], options=_check(cls, table["name"], options))
 
 
-def plugin(package: str) -> BeforeValidator:
-    """Validator for a field of type Plugin that picks from `package`."""
-    return BeforeValidator(Chooser(package))
+def plugin(package: str, several: bool = False) -> BeforeValidator:
+    """Validator for a field of type Plugin (with `several`: or a tuple of them) that picks from `package`."""
+    return BeforeValidator(Chooser(package, several))
 
 
 def _check(cls: type, name: str, options: dict[str, Any]) -> dict[str, Any]:

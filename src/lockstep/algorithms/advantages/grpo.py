@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+from pydantic import NonNegativeFloat
 from torch import Tensor
 
 from lockstep.algorithms.pieces import Episodes
@@ -17,11 +18,11 @@ class GRPO:
 
     scope: ClassVar[str] = "group"
     needs_values: ClassVar[bool] = False
-    eps: float = 1e-6
+    eps: NonNegativeFloat = 1e-6
+    """Added to the std."""
 
     def __call__(self, episodes: Episodes) -> Tensor:
         R = episodes.rewards
-        if R.min() == R.max():  # R − mean need not be exactly 0 then, and 1e-6 would not hide what is left
+        if episodes.all_equal:
             return torch.zeros(len(episodes.seq))
-        A = (R - R.mean()) / (R.std(correction=1) + self.eps)
-        return A.float()[episodes.seq]
+        return episodes.per_token((R - R.mean()) / (R.std(correction=1) + self.eps))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -14,6 +15,8 @@ from lockstep.types import Batch
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NONE:
     """1"""
+
+    weighs: ClassVar[bool] = False
 
     @property
     def cap(self) -> float:

@@ -1,12 +1,14 @@
-"""Truncated importance sampling (Yao et al., On the Rollout-Training Mismatch in Modern RL Systems)."""
+"""Truncated importance sampling (Yao et al., On the Rollout-Training Mismatch in Modern RL Systems, Sec. 3.2)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
+from pydantic import PositiveFloat
 from torch import Tensor
 
-from lockstep.algorithms.segments import bounded_exp
+from lockstep.algorithms.ratios import mismatch
 from lockstep.types import Batch
 
 
@@ -14,7 +16,9 @@ from lockstep.types import Batch
 class TIS:
     """min(w, C) per token;  w = exp(ℓp − ℓb)."""
 
-    cap: float = 2.0
+    weighs: ClassVar[bool] = True
+    cap: PositiveFloat = 2.0
+    """C: the largest weight."""
 
     def __call__(self, batch: Batch) -> Tensor:
-        return bounded_exp(batch.logp_prox - batch.logp_behav).clamp(max=self.cap)
+        return mismatch(batch).clamp(max=self.cap)

@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from pydantic import PositiveFloat
 from torch import Tensor
 
 from lockstep.algorithms.clipping import clipped
+from lockstep.algorithms.pieces import Companions
+from lockstep.algorithms.ratios import prox_ratio
 from lockstep.types import Batch
 
 
@@ -15,11 +18,12 @@ from lockstep.types import Batch
 class DAPO:
     """−min(r·A, clip(r, 1−ε_low, 1+ε_high)·A);  r = exp(ℓ − ℓp), every token of the update weighs the same."""
 
-    advantage: ClassVar[str] = "grpo"
-    reduction: ClassVar[str] = "token_mean"
-    dynamic_sampling: ClassVar[bool] = True
-    low: float = 0.2
-    high: float = 0.28
+    companions: ClassVar[Companions] = Companions(advantage="grpo", reduction="token_mean", dynamic_sampling=True)
+    low: PositiveFloat = 0.2
+    """ε_low: below 1 − ε_low a token with A < 0 has no gradient."""
+    high: PositiveFloat = 0.28
+    """ε_high: above 1 + ε_high a token with A > 0 has no gradient."""
 
     def __call__(self, logp: Tensor, batch: Batch) -> Tensor:
-        return -clipped(logp, batch, self.low, self.high)
+        r, A = prox_ratio(logp, batch), batch.advantage
+        return -clipped(r, A, self.low, self.high)

@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from pydantic import PositiveFloat
 from torch import Tensor
 
 from lockstep.algorithms.clipping import clipped
+from lockstep.algorithms.pieces import Companions
+from lockstep.algorithms.ratios import prox_ratio
 from lockstep.types import Batch
 
 
@@ -15,10 +18,10 @@ from lockstep.types import Batch
 class PPO:
     """−min(r·A, clip(r, 1−ε, 1+ε)·A);  r = exp(ℓ − ℓp), A from GAE with a value head."""
 
-    advantage: ClassVar[str] = "gae"
-    reduction: ClassVar[str] = "token_mean"
-    dynamic_sampling: ClassVar[bool] = False
-    eps: float = 0.2
+    companions: ClassVar[Companions] = Companions(advantage="gae", reduction="token_mean")
+    eps: PositiveFloat = 0.2
+    """ε: how far r may move from 1 before the gradient stops."""
 
     def __call__(self, logp: Tensor, batch: Batch) -> Tensor:
-        return -clipped(logp, batch, self.eps, self.eps)
+        r, A = prox_ratio(logp, batch), batch.advantage
+        return -clipped(r, A, self.eps, self.eps)

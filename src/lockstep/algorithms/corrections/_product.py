@@ -1,0 +1,26 @@
+"""Several corrections as one: `correction = ["tis", "veto"]`."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from lockstep.algorithms.pieces import Correction
+from lockstep.types import Batch
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """Π of the parts: the weight of the one that weighs, on what all of them accept."""
+
+    parts: tuple[Correction, ...]
+
+    @property
+    def cap(self) -> float:
+        return min(part.cap for part in self.parts)
+
+    def __call__(self, batch: Batch) -> Tensor:
+        first, *rest = (part(batch) for part in self.parts)
+        return math.prod(rest, start=first)
