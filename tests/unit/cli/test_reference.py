@@ -7,7 +7,8 @@ import pytest
 
 from lockstep.assembly.recipe import Recipe
 from lockstep.cli import recipe_files
-from lockstep.cli.reference import PAGES, packages, plugin_options, recipe_tables
+from lockstep.cli.introspection import packages, plugin_options
+from lockstep.cli.reference import PAGES, recipe_tables
 from lockstep.config import choices, load
 from lockstep.config.plugins import load_class
 from lockstep.metrics import METRICS
