@@ -173,6 +173,7 @@ class Batch:
     lag: Tensor  # [N] int32, learner version minus the version that drew the token
     temperature: float
     max_seqlen: int
+    logp_ref: Tensor | None = None  # [N] float32, of the model the policy is held to; None without one
     returns: Tensor | None = None  # [N] float32, what a value head should predict
     values: Tensor | None = None  # [N] float32, what it predicted before the step
     shared: Tensor | None = None  # [N] int64, the first place with the same token and the same past; None: no sharing

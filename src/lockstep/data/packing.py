@@ -23,6 +23,7 @@ class Row:
     lag: Tensor  # [T] int32
     temperature: float = 1.0
     logp_prox: Tensor | None = None  # [T] float32, None until the learner has scored it
+    logp_ref: Tensor | None = None  # [T] float32, None until the reference has, or without one
     values: Tensor | None = None  # [T] float32
     returns: Tensor | None = None  # [T] float32
     alone: bool = False  # no neighbour answers the same prompt, so nobody looks for a prefix they share
@@ -106,6 +107,7 @@ def collate(rows: Sequence[Row]) -> Batch:
         lag=torch.cat([row.lag for row in rows]),
         temperature=rows[0].temperature,
         max_seqlen=int(lengths.max()),
+        logp_ref=_cat([row.logp_ref for row in rows]),
         shared=shared_prefixes(rows),
         returns=_cat([row.returns for row in rows]),
         values=_cat([row.values for row in rows]),
