@@ -11,6 +11,7 @@ from lockstep.assembly.warmup import WarmupConfig
 from lockstep.config import Config, Plugin, plugin
 from lockstep.config.layers import Presets
 from lockstep.controller.config import CheckpointConfig, TrainConfig
+from lockstep.controller.governor import GovernorConfig
 from lockstep.learner.config import LearnerConfig
 from lockstep.models.loading import ModelConfig
 from lockstep.report.recorder import RecorderConfig
@@ -44,6 +45,7 @@ class Recipe(Config):
     learner: LearnerConfig = LearnerConfig()
     eval: EvalConfig = EvalConfig()
     judge: JudgeConfig = JudgeConfig()
+    governor: GovernorConfig = GovernorConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     record: RecorderConfig = RecorderConfig()
 

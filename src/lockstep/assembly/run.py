@@ -12,13 +12,15 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from lockstep.algorithms.ladder import stronger
 from lockstep.assembly.devices import choose_device
-from lockstep.assembly.outcome import Interrupted
+from lockstep.assembly.outcome import Governed, Interrupted
 from lockstep.assembly.recipe import Recipe
 from lockstep.assembly.roles import Training, learner_core, load_model
 from lockstep.assembly.warmup import Supervised
 from lockstep.config import ConfigError
 from lockstep.controller.checkpoints import Checkpoints, Progress
+from lockstep.controller.governor import Halted
 from lockstep.controller.loop import Controller, Roles
 from lockstep.data.supervised import Demonstrations
 from lockstep.learner.ranks import Ranks, join, leave, serve
@@ -61,7 +63,7 @@ def _lead_in(folder: RunFolder, recipe: Recipe, resume: bool, plain: bool) -> Pr
         folder.rewind(found[1].step if found else -1)
     if found is None:
         folder.write_config(recipe.model_dump(mode="json"))
-    with _kept_if_begun(folder, new=not resume):
+    with _kept_if_begun(folder, new=not resume), _governed(folder):
         with RunRecorder(folder, recipe.record) as recorder, LiveView(recipe.name, plain=plain) as view:
             run = _Run(recipe, folder, checkpoints, recorder, view)
             progress = asyncio.run(run.main(found))
@@ -91,6 +93,14 @@ def _kept_if_begun(folder: RunFolder, new: bool) -> Iterator[None]:
         elif new and isinstance(error, ConfigError):
             shutil.rmtree(folder.root)
         raise
+
+
+@contextmanager
+def _governed(folder: RunFolder) -> Iterator[None]:
+    try:
+        yield
+    except Halted as halted:
+        raise Governed(folder.root, str(halted)) from None
 
 
 def _follow(recipe: Recipe, ranks: Ranks) -> None:
@@ -171,12 +181,14 @@ class _Run:
                 sample=roles.prompts,
                 evaluate=evaluator.run if evaluator else None,
                 checkpoints=self.checkpoints,
+                corrections=stronger(self.recipe.algorithm),
             ),
             self.recipe.train,
             self.recipe.checkpoint,
             progress=progress,
             eval_every=self.recipe.eval.every,
             dynamic_sampling=self.recipe.algorithm.replaces_groups,
+            governor=self.recipe.governor,
         )
         self.view.phase("RL", self.recipe.train.steps, done=progress.step)
         with _stop_on_signals(controller):

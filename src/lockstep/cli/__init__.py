@@ -1,4 +1,4 @@
-"""The command `lockstep`. Exit codes: 0 done, 1 the run failed, 2 bad input, 130 stopped and saved."""
+"""The command `lockstep`. Exit codes: 0 done, 1 failed, 2 bad input, 3 stopped by the governor, 130 by a signal."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NoReturn
 
 from lockstep.config import ConfigError
 
-FAILED, BAD_INPUT, STOPPED = 1, 2, 130
+FAILED, BAD_INPUT, GOVERNED, STOPPED = 1, 2, 3, 130
 
 
 def main() -> NoReturn:
@@ -27,7 +27,7 @@ def main() -> NoReturn:
 
 def run() -> int:
     """Bad input, a full disk and a diverged model are told in one line; anything else is a bug, with its traceback."""
-    from lockstep.assembly.outcome import Interrupted
+    from lockstep.assembly.outcome import Governed, Interrupted
     from lockstep.cli.app import app
 
     try:
@@ -36,6 +36,8 @@ def run() -> int:
         return done.code if isinstance(done.code, int) else int(done.code is not None)
     except Interrupted as stop:
         return _tell(f"{stop}; go on with: lockstep train --resume {stop.root}", STOPPED)
+    except Governed as stop:
+        return _tell(f"{stop}\nsaved; {stop.root}/report.html shows it; --resume {stop.root} goes on", GOVERNED)
     except ConfigError as error:
         return _tell(f"error: {error}", BAD_INPUT)
     except (OSError, FloatingPointError) as error:

@@ -14,7 +14,8 @@ app = typer.Typer(
     "Start with `lockstep train quickstart`, then look at runs/quickstart/report.html. A recipe is a TOML file; "
     "`lockstep recipes` lists the ones that come along, and any key can be set on the command line: "
     "`lockstep train quickstart train.steps=50 learner.learning_rate=1e-4`.\n\n"
-    "Exit codes: 0 done, 1 the run failed, 2 bad input, 130 stopped on request (saved, can be resumed).",
+    "Exit codes: 0 done, 1 the run failed, 2 bad input, 3 stopped by the governor, "
+    "130 stopped on request (both saved, can be resumed).",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",

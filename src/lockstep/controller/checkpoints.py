@@ -11,8 +11,9 @@ import os
 import re
 import shutil
 from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from lockstep.config import ConfigError
 
@@ -30,6 +31,7 @@ class Progress:
     unfinished: list[int]  # admitted and not trained: generated again
     best: float | None = None  # best eval/accuracy so far
     train_seconds: float = 0.0  # spent in the loop, over all resumes
+    governor: dict[str, Any] = field(default_factory=dict)  # what its rules have seen and changed
 
 
 @dataclass(slots=True)

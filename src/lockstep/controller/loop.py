@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from lockstep.controller.checkpoints import Checkpoints, Progress
 from lockstep.controller.config import CheckpointConfig, TrainConfig
 from lockstep.controller.gate import Gate, Stopped
+from lockstep.controller.governor import GovernorConfig, Halted, RaisePrecision, Steward
 from lockstep.protocols import Bus, Engine, Learner, Recorder, Rollout
 from lockstep.types import GroupReceipt, Sample, StepResult
 
@@ -28,6 +29,8 @@ class Roles:
     sample: Callable[[int], Sample]  # the prompt at an index of the run's order
     evaluate: Evaluate | None
     checkpoints: Checkpoints
+    corrections: Sequence[str] = ()  # stronger than the recipe's, weakest first; for the governor
+    raise_precision: RaisePrecision | None = None  # says what sampling now runs in, None if it was the highest
 
 
 @dataclass(slots=True)
@@ -85,6 +88,7 @@ class Controller:
         progress: Progress,
         eval_every: int,
         dynamic_sampling: bool,
+        governor: GovernorConfig | None = None,
     ) -> None:
         self.roles = roles
         self.config = train
@@ -93,6 +97,14 @@ class Controller:
         self.eval_every = eval_every
         self.dynamic_sampling = dynamic_sampling
         self.gate = Gate(train.prompts, train.max_staleness, version=progress.version)
+        self.steward = Steward(
+            governor or GovernorConfig(mode="off"),
+            roles.learner,
+            self.gate,
+            roles.recorder,
+            corrections=roles.corrections,
+            raise_precision=roles.raise_precision,
+        )
         self._next_index = progress.next_index
         self._again = list(progress.unfinished)
         self._tally = Tally()
@@ -105,7 +117,11 @@ class Controller:
         self._best_step = -1  # where this run saw its best evaluation
 
     async def run(self) -> Progress:
-        """consumes: prompts · waits for: rollouts and the learner · unblocked by: the gate, a stop, any failure"""
+        """consumes: prompts · waits for: rollouts and the learner · unblocked by: the gate, a stop, any failure
+
+        Raises Halted, with everything saved, if the governor stopped it.
+        """
+        await self.steward.load(self.progress.governor)
         await self._before_first_step()
         producer = asyncio.create_task(self._produce())
         producer.add_done_callback(self._stop_if_failed)
@@ -119,6 +135,8 @@ class Controller:
         finally:
             await self._end([producer, *self._rollouts])
         await self._save(final=True)
+        if self.steward.halted:
+            raise Halted(self.steward.halted)
         return self.progress
 
     def stop(self) -> None:
@@ -132,13 +150,14 @@ class Controller:
             await self._save()
 
     async def _train(self) -> None:
-        while self.progress.step < self.config.steps:
+        while self.progress.step < self.config.steps and not self.steward.halted:
             if self.gate.stopped:
                 raise Stopped
             started = time.monotonic()
-            result = await self.roles.learner.step(self.progress.step, self._groups())
+            result = await self.roles.learner.step(self.progress.step, self._groups(), self._approve)
             learned = time.monotonic()
             await self.roles.engine.update_weights(result.version)
+            await self.steward.act(self.progress.step + 1)
             self._note_progress(result)
             now = time.monotonic()
             await self._log(result, {"time/sync": now - learned, "time/total": now - started})
@@ -163,6 +182,10 @@ class Controller:
             self._tally.add(self._receipts.pop(index))
             yield index
 
+    def _approve(self, measured: Mapping[str, float]) -> bool:
+        """Whether the step under way may move the weights, by what the learner measured and the receipts tell."""
+        return self.steward.approve(self.progress.step + 1, {**measured, **self._tally.metrics()})
+
     def _take_index(self) -> int:
         if self._again:
             return self._again.pop(0)
@@ -173,7 +196,7 @@ class Controller:
         """Which groups are replaced may depend on how many already were, so without staleness (where a run must be
         repeatable) that is decided for the whole batch at once, in order of prompts."""
         self._arrived[index] = await self.roles.rollout.run(index, self.roles.sample(index), version)
-        if self.dynamic_sampling and self.config.max_staleness == 0 and len(self._arrived) < self.gate.num_in_flight:
+        if self.dynamic_sampling and self.gate.max_staleness == 0 and len(self._arrived) < self.gate.num_in_flight:
             return
         for arrived in sorted(self._arrived):
             await self._settle(arrived, self._arrived.pop(arrived))
@@ -225,6 +248,7 @@ class Controller:
         metrics = await self.roles.evaluate()
         await self.roles.engine.reset_cache()
         await self.roles.engine.stats()  # so that the next step's figures are its own
+        self.steward.note(metrics)
         self.roles.recorder.log(self.progress.step, {**metrics, "time/eval": time.monotonic() - started})
         best = self.progress.best is None or metrics["eval/accuracy"] > self.progress.best
         if best:
@@ -237,6 +261,7 @@ class Controller:
         if final and self._saved_step == self.progress.step:
             return
         best = self._best_step == self.progress.step
+        self.progress = replace(self.progress, governor=self.steward.state())
         started = time.monotonic()
         try:
             await self.roles.checkpoints.save(self.progress, self.roles.learner.save, best=best)
@@ -262,6 +287,7 @@ class Controller:
         if engine["prompt_tokens"]:
             metrics["perf/prefix_hit"] = engine["prefix_hit_tokens"] / engine["prompt_tokens"]
         metrics["perf/samples_per_s"] = tally.answers / times["time/total"]
+        self.steward.note(metrics)
         self.roles.recorder.log(self.progress.step, metrics)
 
 

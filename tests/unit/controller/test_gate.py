@@ -26,6 +26,8 @@ class Run:
     duration: Callable[[int], int]  # of a group
     learning: Callable[[int], int]  # between two groups of a step
     dropped: Callable[[int], bool] = lambda index: False
+    staleness: Callable[[int], int | None] = lambda version: None  # what it is lowered to before the step of `version`
+    bounds: dict[int, int] = field(default_factory=dict)  # of a group: the staleness it was admitted under
     admitted: dict[int, int] = field(default_factory=dict)
     consumed: list[list[int]] = field(default_factory=list)
     lags: list[int] = field(default_factory=list)
@@ -47,6 +49,8 @@ class Run:
             self.lags.append(self.gate.version - self.admitted[index])
             await turns(self.learning(step))
         self.consumed.append(groups)
+        if (lower := self.staleness(self.gate.version + 1)) is not None:
+            self.gate.lower(min(lower, self.gate.max_staleness))
         self.gate.advance(self.gate.version + 1)
 
     async def _produce(self) -> None:
@@ -54,6 +58,7 @@ class Run:
             indices = range(len(self.admitted), len(self.admitted) + self.gate.room)
             self.gate.admit(indices)
             self.admitted |= dict.fromkeys(indices, self.gate.version)
+            self.bounds |= dict.fromkeys(indices, self.gate.max_staleness)
             self._tasks += [asyncio.create_task(self._roll(i)) for i in indices]
             await self.gate.changed()
 
@@ -101,6 +106,34 @@ def test_the_bound_holds_under_any_delays(
     assert sorted([*consumed, *run.drops, *run.gate.unfinished]) == sorted(run.admitted)
     if max_staleness == 0:
         assert consumed == sorted(consumed)
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    batch=st.integers(1, 4),
+    lowered=st.dictionaries(st.integers(1, 7), st.integers(0, 3)),
+    durations=st.lists(st.integers(0, 60), min_size=1, max_size=13),
+    learning=st.lists(st.integers(0, 20), min_size=1, max_size=5),
+    drops=st.sets(st.integers(0, 12)),
+)
+def test_a_bound_lowered_on_the_way_holds_for_all_that_start_after(
+    batch: int, lowered: dict[int, int], durations: list[int], learning: list[int], drops: set[int]
+) -> None:
+    """Whenever and by how much it is lowered: every group keeps the bound it was admitted under, and none is stuck."""
+    run = simulate(
+        Run(
+            Gate(batch, 3),
+            duration=lambda i: durations[i % len(durations)],
+            learning=lambda s: learning[s % len(learning)],
+            dropped=lambda i: i % 13 in drops and i < 60,
+            staleness=lowered.get,
+        ),
+        steps=8,
+    )
+    consumed = [index for groups in run.consumed for index in groups]
+    assert [len(groups) for groups in run.consumed] == [batch] * 8
+    assert all(lag <= run.bounds[index] for lag, index in zip(run.lags, consumed, strict=True))
+    assert sorted([*consumed, *run.drops, *run.gate.unfinished]) == sorted(run.admitted)
 
 
 @pytest.mark.parametrize("max_staleness", [1, 2])

@@ -1,0 +1,215 @@
+"""The governor: judges a run by its own metrics once a step, before the weights move, and tells or acts.
+
+`Governor` decides which rules fire; it is a function of the metrics alone, so a finished run can be judged again from
+its log. `Steward` does what they ask for, or in advisory mode says what it would have done. Each firing is an event.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from pydantic import Field, field_validator
+
+from lockstep.config import Config
+from lockstep.controller.gate import Gate
+from lockstep.controller.rules import Rule, Signals, parse, widest
+from lockstep.protocols import Learner, Recorder
+
+DEFAULT = "default"
+DEFAULT_RULES = ("collapse: raise_correction when mismatch/f2 rising and mismatch/k3 rising",)
+EVENT = "governor"
+RaisePrecision = Callable[[], Awaitable[str | None]]
+
+
+class GovernorConfig(Config):
+    """Rules on a run's metrics that tell, or act, when something goes wrong; docs/governor.md has their grammar."""
+
+    mode: Literal["off", "advisory", "active"] = "advisory"
+    """advisory tells what it would do, active does it"""
+    rules: tuple[str, ...] = (DEFAULT,)
+    """such as `stop when reward/mean < 0.5 x early for 5 steps`; the word `default` stands for the shipped ones"""
+    cooldown: int = Field(default=10, ge=1)
+    """steps for which a rule that fired is silent"""
+
+    @field_validator("rules")
+    @classmethod
+    def _readable(cls, rules: tuple[str, ...]) -> tuple[str, ...]:
+        for text in _expand(rules):
+            parse(text)
+        return rules
+
+    def parsed(self) -> list[Rule]:
+        return [parse(text) for text in _expand(self.rules)] if self.mode != "off" else []
+
+
+def _expand(rules: Iterable[str]) -> list[str]:
+    """Every rule once, the shipped ones where `default` stands."""
+    return list(dict.fromkeys(text for rule in rules for text in (DEFAULT_RULES if rule == DEFAULT else (rule,))))
+
+
+@dataclass(frozen=True, slots=True)
+class Firing:
+    rule: Rule
+    reason: str  # the metrics it looks at, as they stand
+
+
+class Governor:
+    """Which rules fire. One that fired is silent for `cooldown` steps, but one that skips updates goes on doing so."""
+
+    def __init__(self, rules: Sequence[Rule], cooldown: int) -> None:
+        self._rules, self._cooldown = rules, cooldown
+        self._signals = Signals(widest(rule.condition.windows() for rule in rules))
+        self._held: dict[str, int] = {}  # steps in a row for which a rule's condition has held
+        self._fired: dict[str, int] = {}  # when it last fired
+
+    @property
+    def watched(self) -> Set[str]:
+        """The metrics its rules look at."""
+        return self._signals.windows.keys()
+
+    def judge(self, step: int, metrics: Mapping[str, float]) -> tuple[list[Firing], bool]:
+        """The rules that fire at this step, and whether any asks to skip its update."""
+        self._signals.add(metrics)
+        holding = [rule for rule in self._rules if self._holds(rule)]
+        fresh = [rule for rule in holding if step - self._fired.get(rule.text, -self._cooldown) >= self._cooldown]
+        self._fired |= {rule.text: step for rule in fresh}
+        skip = any(rule.action == "skip_update" for rule in holding)
+        return [Firing(rule, self._reason(rule)) for rule in fresh], skip
+
+    def _holds(self, rule: Rule) -> bool:
+        self._held[rule.text] = self._held.get(rule.text, 0) + 1 if rule.condition.holds(self._signals) else 0
+        return self._held[rule.text] >= rule.steps
+
+    def _reason(self, rule: Rule) -> str:
+        return ", ".join(map(self._signals.tell, rule.condition.windows()))
+
+    def state(self) -> dict[str, Any]:
+        return {"signals": self._signals.state(), "held": dict(self._held), "fired": dict(self._fired)}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Rules are known by their text: one that the recipe has changed since starts afresh."""
+        self._signals.load(state["signals"])
+        self._held, self._fired = dict(state["held"]), dict(state["fired"])
+
+
+class Halted(Exception):  # noqa: N818 - not an error
+    """A rule stopped the run; everything is saved. The text says which, and why."""
+
+
+@dataclass(slots=True)
+class Steward:
+    """Hands for the governor. Judges in `approve`, as the learner asks; acts in `act`, between two steps."""
+
+    config: GovernorConfig
+    learner: Learner
+    gate: Gate
+    recorder: Recorder
+    corrections: Sequence[str]  # stronger than the recipe's, weakest first
+    raise_precision: RaisePrecision | None
+    halted: str | None = None  # why the run must end
+    _governor: Governor = field(init=False)
+    _firings: list[Firing] = field(default_factory=list)
+    _judged: Set[str] = frozenset()  # metrics that the last judgement had
+    _late: dict[str, float] = field(default_factory=dict)  # those that came after it
+    _raised: int = 0  # rungs the correction was raised by
+    _lowered: int = 0  # versions max_staleness was lowered by
+    _refined: int = 0  # times the precision was raised
+
+    def __post_init__(self) -> None:
+        self._governor = Governor(self.config.parsed(), self.config.cooldown)
+
+    @property
+    def active(self) -> bool:
+        return self.config.mode == "active"
+
+    def approve(self, step: int, metrics: Mapping[str, float]) -> bool:
+        """Judges step `step`, measured and not yet learned from; False if its update must not be made.
+
+        What only an update tells (its loss, its gradient norm), and what is measured after it, is judged one step late.
+        """
+        self._firings, skip = self._governor.judge(step, {**self._late, **metrics})
+        self._late, self._judged = {}, metrics.keys()
+        return not self.active or not (skip or any(firing.rule.action == "stop" for firing in self._firings))
+
+    def note(self, metrics: Mapping[str, float]) -> None:
+        """Takes what was logged since the judgement, for the next one."""
+        late = self._governor.watched - self._judged
+        self._late |= {name: value for name, value in metrics.items() if name in late}
+
+    async def act(self, step: int) -> None:
+        """waits for: the learner or the engine to change over, where a rule asks for it"""
+        done: dict[str, str] = {}  # two rules that ask for the same change get it once
+        for firing in self._firings:
+            action = firing.rule.action
+            if action not in done:
+                done[action] = await self._do(action)
+            text = f"{firing.rule.label}: {done[action]}; {firing.reason}"
+            self.recorder.event(step, EVENT, text)
+            if action == "stop" and self.active:
+                self.halted = text
+        self._firings = []
+
+    async def _do(self, action: str) -> str:
+        """Does it if the governor is active. Says what was done, would be, or cannot be."""
+        match action:
+            case "raise_correction":
+                return await self._raise_correction()
+            case "lower_staleness":
+                return self._lower_staleness()
+            case "raise_precision":
+                return await self._raise_precision()
+            case "skip_update":
+                return "skipped the update" if self.active else "would skip the update"
+            case "stop":
+                return "stopped the run" if self.active else "would stop the run"
+        return "warning"
+
+    async def _raise_correction(self) -> str:
+        if self._raised == len(self.corrections):
+            return "cannot raise the correction: there is no stronger one for this algorithm"
+        stronger = self.corrections[self._raised]
+        if not self.active:
+            return f"would raise the correction to {stronger}"
+        await self.learner.set_correction(stronger)
+        self._raised += 1
+        return f"raised the correction to {stronger}"
+
+    def _lower_staleness(self) -> str:
+        lower = self.gate.max_staleness - 1
+        if lower < 0:
+            return "cannot lower max_staleness: it is 0"
+        if not self.active:
+            return f"would lower max_staleness to {lower}"
+        self.gate.lower(lower)
+        self._lowered += 1
+        return f"lowered max_staleness to {lower}"
+
+    async def _raise_precision(self) -> str:
+        if self.raise_precision is None:
+            return "cannot raise the precision of sampling: it is the learner's own"
+        if not self.active:
+            return "would raise the precision of sampling"
+        precision = await self.raise_precision()
+        if precision is None:
+            return "cannot raise the precision of sampling: it is the highest"
+        self._refined += 1
+        return f"raised the precision of sampling to {precision}"
+
+    def state(self) -> dict[str, Any]:
+        """For a resumed run, which goes on with what was changed. The learner keeps its correction itself."""
+        changes = {"raised": self._raised, "lowered": self._lowered, "refined": self._refined}
+        return {**self._governor.state(), "late": dict(self._late), **changes}
+
+    async def load(self, state: Mapping[str, Any]) -> None:
+        """Brings gate and engine to where `state` left them. An empty one is that of a new run."""
+        if not state:
+            return
+        self._governor.load(state)
+        self._late = dict(state["late"])
+        self._raised, self._lowered, self._refined = state["raised"], state["lowered"], state["refined"]
+        self.gate.lower(max(0, self.gate.max_staleness - self._lowered))
+        if self.raise_precision is not None:
+            for _ in range(self._refined):
+                await self.raise_precision()
