@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from lockstep.bus.memory import Memory
 from lockstep.controller.checkpoints import Checkpoints, Progress
 from lockstep.controller.config import CheckpointConfig, TrainConfig
+from lockstep.controller.governor import GovernorConfig, RaisePrecision
 from lockstep.controller.loop import Controller, Roles
 from lockstep.metrics import describe
 from lockstep.protocols import Approve
@@ -94,6 +95,7 @@ class FakeLearner:
     trained: list[list[int]] = field(default_factory=list)
     lags: list[int] = field(default_factory=list)
     correction: str = "tis"
+    measured: Callable[[int], Mapping[str, float]] = lambda step: {"mismatch/k3": 0.0}
     on_step: Callable[[int], None] = lambda step: None
     save_error: Callable[[int], OSError | None] = lambda step: None
 
@@ -104,7 +106,7 @@ class FakeLearner:
             self.lags.append(self.version - group.version)
             await turns(3)
             taken.append(index)
-        if approve({"mismatch/k3": 0.0}):
+        if approve(self.measured(step)):
             self.trained.append(taken)
         self.version += 1
         self.on_step(step)
@@ -143,6 +145,8 @@ class Lab:
         self.checkpoints = Checkpoints(folder / "checkpoints", keep=2)
         self.accuracy: Callable[[int], float] | None = None
         self.every, self.eval_every, self.dynamic_sampling = 0, 0, False
+        self.governor = GovernorConfig(mode="off")
+        self.raise_precision: RaisePrecision | None = None
         self.renew()
 
     def renew(self) -> None:
@@ -165,6 +169,8 @@ class Lab:
             sample=lambda i: Sample(uid=f"train/{i}", messages=(Message("user", "?"),)),
             evaluate=self._evaluate if self.accuracy else None,
             checkpoints=self.checkpoints,
+            corrections=("icepop", "mis"),
+            raise_precision=self.raise_precision,
         )
         return Controller(
             roles,
@@ -173,6 +179,7 @@ class Lab:
             progress=self.progress,
             eval_every=self.eval_every,
             dynamic_sampling=self.dynamic_sampling,
+            governor=self.governor,
         )
 
     async def _evaluate(self) -> Mapping[str, float]:

@@ -1,0 +1,188 @@
+"""The governor in the loop, with fakes for every role: each action, told and done, and across a resume."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from test_loop import Lab
+
+from lockstep.controller.governor import DEFAULT_RULES, Governor, GovernorConfig, Halted
+from lockstep.controller.rules import parse
+
+ALWAYS = "mismatch/k3 >= 0"
+
+
+def lab(folder: Path, rule: str, mode: str = "active", cooldown: int = 100, **train: int) -> Lab:
+    made = Lab(folder, **train)
+    made.governor = GovernorConfig.model_validate({"mode": mode, "rules": [rule], "cooldown": cooldown})
+    return made
+
+
+def told(made: Lab) -> list[tuple[int, str]]:
+    return [(step, text) for step, kind, text in made.recorder.events if kind == "governor"]
+
+
+def firings(governor: Governor, values: list[float]) -> list[int]:
+    return [step for step, value in enumerate(values, 1) if governor.judge(step, {"mismatch/k3": value})[0]]
+
+
+def test_a_rule_fires_after_its_steps_in_a_row_and_then_cools_down() -> None:
+    governor = Governor([parse("warn when mismatch/k3 > 1 for 2 steps")], cooldown=4)
+    assert firings(governor, [2, 0, 2, 2, 2, 2, 2, 2, 0, 0, 0, 2, 2]) == [4, 8, 13]
+
+
+def test_rules_do_not_silence_each_other() -> None:
+    governor = Governor([parse(f"warn when mismatch/k3 > {bound}") for bound in (1, 2)], cooldown=10)
+    assert [len(governor.judge(step, {"mismatch/k3": value})[0]) for step, value in ((1, 1.5), (2, 3), (3, 3))] == [
+        1,
+        1,
+        0,
+    ]
+
+
+def test_the_word_default_stands_for_the_shipped_rules() -> None:
+    config = GovernorConfig(rules=("default", "stop when reward/mean < 0", "default"))
+    assert [rule.text for rule in config.parsed()] == [*DEFAULT_RULES, "stop when reward/mean < 0"]
+    assert GovernorConfig(mode="off").parsed() == []
+
+
+def test_off_says_nothing(tmp_path: Path) -> None:
+    made = lab(tmp_path, f"stop when {ALWAYS}", "off")
+    assert made.run().step == 6
+    assert told(made) == []
+
+
+@pytest.mark.parametrize(
+    ("action", "would"),
+    [
+        ("warn", "warning"),
+        ("raise_correction", "would raise the correction to icepop"),
+        ("lower_staleness", "would lower max_staleness to 1"),
+        ("raise_precision", "would raise the precision of sampling"),
+        ("skip_update", "would skip the update"),
+        ("stop", "would stop the run"),
+    ],
+)
+def test_an_advisor_tells_and_touches_nothing(tmp_path: Path, action: str, would: str) -> None:
+    async def raise_precision() -> str | None:
+        raise AssertionError("an advisor acted")
+
+    made = lab(tmp_path, f"{action} when {ALWAYS}", "advisory", cooldown=4, max_staleness=2)
+    made.raise_precision = raise_precision
+    controller = made.controller()
+    assert made.run(controller).step == 6
+    assert told(made) == [(step, f"{ALWAYS}: {would}; mismatch/k3 0") for step in (1, 5)]
+    assert (len(made.learner.trained), made.learner.correction, controller.gate.max_staleness) == (6, "tis", 2)
+
+
+def test_the_correction_is_raised_rung_by_rung(tmp_path: Path) -> None:
+    made = lab(tmp_path, f"raise_correction when {ALWAYS}", cooldown=2)
+    made.run()
+    assert made.learner.correction == "mis"
+    whats = [text.split(": ")[1] for _, text in told(made)]
+    assert whats == [
+        "raised the correction to icepop; mismatch/k3 0",
+        "raised the correction to mis; mismatch/k3 0",
+        "cannot raise the correction",
+    ]
+
+
+def test_two_rules_that_want_the_same_get_it_once(tmp_path: Path) -> None:
+    made = Lab(tmp_path)
+    rules = (f"raise_correction when {ALWAYS}", f"again: raise_correction when {ALWAYS}")
+    made.governor = GovernorConfig(mode="active", rules=rules, cooldown=100)
+    made.run()
+    assert made.learner.correction == "icepop"
+    assert [text.partition(":")[0] for _, text in told(made)] == [ALWAYS, "again"]
+
+
+def test_staleness_is_lowered_and_its_bound_holds(tmp_path: Path) -> None:
+    made = lab(tmp_path, f"lower_staleness when {ALWAYS}", cooldown=2, max_staleness=2, steps=12)
+    controller = made.controller()
+    made.run(controller)
+    assert controller.gate.max_staleness == 0
+    assert max(made.learner.lags) <= 2
+    assert max(made.learner.lags[-16:]) == 0
+    assert "cannot lower max_staleness: it is 0" in told(made)[-1][1]
+
+
+def test_precision_is_raised_until_there_is_no_higher(tmp_path: Path) -> None:
+    higher = ["int8_w8a8", None]
+
+    async def raise_precision() -> str | None:
+        return higher.pop(0)
+
+    made = lab(tmp_path, f"raise_precision when {ALWAYS}", cooldown=3)
+    made.raise_precision = raise_precision
+    made.run()
+    assert "raised the precision of sampling to int8_w8a8" in told(made)[0][1]
+    assert "it is the highest" in told(made)[1][1]
+
+
+def test_precision_of_a_sampler_like_the_learner_cannot_be_raised(tmp_path: Path) -> None:
+    made = lab(tmp_path, f"raise_precision when {ALWAYS}")
+    made.run()
+    assert "cannot raise the precision of sampling: it is the learner's own" in told(made)[0][1]
+
+
+def test_updates_are_skipped_for_as_long_as_the_condition_holds(tmp_path: Path) -> None:
+    made = lab(tmp_path, "skip_update when mismatch/k3 > 1")
+    made.learner.measured = lambda step: {"mismatch/k3": 2.0 if step in (2, 3) else 0.0}
+    progress = made.run()
+    assert (progress.step, progress.version, len(made.learner.trained)) == (6, 6, 4)
+    assert told(made) == [(3, "mismatch/k3 > 1: skipped the update; mismatch/k3 2")]  # told once, done twice
+
+
+def test_a_stop_saves_before_the_update_and_says_why(tmp_path: Path) -> None:
+    made = lab(tmp_path, "trouble: stop when mismatch/k3 > 1")
+    made.learner.measured = lambda step: {"mismatch/k3": float(step)}
+    with pytest.raises(Halted, match="trouble: stopped the run; mismatch/k3 2"):
+        made.run()
+    found = made.checkpoints.latest()
+    assert found is not None
+    assert (found[1].step, len(made.learner.trained)) == (3, 2)
+    made.renew()
+    assert made.run().step == 6, "a resumed run does not stop at once for the same reason"
+
+
+def test_rewards_and_last_steps_losses_can_be_judged(tmp_path: Path) -> None:
+    """Receipts are complete before the update; a loss is not, so it counts at the step after."""
+    made = lab(tmp_path, "warn when reward/mean >= 0.5 and policy/loss >= 0.5")
+    made.run()
+    assert told(made)[0] == (2, "reward/mean >= 0.5 and policy/loss >= 0.5: warning; reward/mean 0.5, policy/loss 0.5")
+
+
+def test_evaluations_can_be_judged(tmp_path: Path) -> None:
+    made = lab(tmp_path, "warn when eval/accuracy > 0.5")
+    made.eval_every, made.accuracy = 2, lambda step: step / 6
+    made.run()
+    assert [step for step, _ in told(made)] == [5]
+
+
+def test_what_it_knows_and_has_changed_survives_a_resume(tmp_path: Path) -> None:
+    """Stopped and resumed anywhere, it says and does what it would have done."""
+    rules = ["lower_staleness when mismatch/k3 rising over 4 steps", "warn when mismatch/k3 > 5 x early for 2 steps"]
+
+    def governed(folder: Path) -> Lab:
+        made = Lab(folder, steps=14, max_staleness=2)
+        made.governor = GovernorConfig(mode="active", rules=tuple(rules), cooldown=5)
+        return made
+
+    def values(made: Lab) -> None:
+        made.learner.measured = lambda step: {"mismatch/k3": float(step)}
+
+    whole, broken = governed(tmp_path / "whole"), governed(tmp_path / "broken")
+    values(whole)
+    whole.run()
+    events: list[tuple[int, str]] = []
+    for stop in (3, 9, 99):
+        broken.renew()
+        values(broken)
+        controller = broken.controller()
+        broken.learner.on_step = lambda step, c=controller, at=stop: c.stop() if step + 1 == at else None
+        broken.run(controller)
+        events += told(broken)
+    assert events == told(whole)
+    assert len(events) >= 3
+    assert controller.gate.max_staleness == 0
