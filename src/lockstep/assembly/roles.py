@@ -22,6 +22,7 @@ from lockstep.data.order import PromptOrder
 from lockstep.learner.local import LocalLearner
 from lockstep.learner.ranks import Ranks
 from lockstep.learner.step import LearnerCore
+from lockstep.learner.update_scale import UpdateScale
 from lockstep.models import loading, varlen
 from lockstep.models.head import install_head
 from lockstep.models.loading import Loaded, ModelConfig
@@ -141,7 +142,10 @@ class Training(Sampling):
 
 def learner_core(recipe: Recipe, loaded: Loaded, ranks: Ranks) -> LearnerCore:
     """The learner's view: the loaded module itself, with packed attention and a log-prob head."""
+    update_scale = UpdateScale.of(loaded.module, recipe.learner)
     use_attention(loaded.module, varlen.NAME)
     install_head(loaded.module, with_value=recipe.algorithm.needs_values)
     num_updates = recipe.train.steps * recipe.learner.num_updates
-    return LearnerCore(loaded.module, recipe.algorithm, recipe.learner, num_updates=num_updates, ranks=ranks)
+    return LearnerCore(
+        loaded.module, recipe.algorithm, recipe.learner, num_updates=num_updates, ranks=ranks, update_scale=update_scale
+    )

@@ -36,6 +36,10 @@ class LearnerConfig(Config):
     """What the model computes in; auto is bfloat16 on a GPU and float32 on a CPU. Master weights are float32 always."""
     activation_checkpointing: bool = False
     """Compute each layer twice to hold one layer's activations instead of all."""
+    update_scale: float = Field(default=1.0, gt=0)
+    """Update-aware scaling: norms times this, the matrices that read them divided by it; checkpoints are without it."""
+    update_scale_by: Literal["weights", "rates"] = "weights"
+    """Scale the weights, or in their place learning rates: of those matrices times the scale, of norms by 1/scale."""
 
     @property
     def num_updates(self) -> int:

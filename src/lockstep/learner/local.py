@@ -71,7 +71,11 @@ class LocalLearner:
 
     async def save(self, folder: Path) -> None:
         await self._run(self._front.call, "save", folder)
-        weights = await self._run(self._front.call, "weights")
+        await self.save_model(folder)
+
+    async def save_model(self, folder: Path) -> None:
+        """The Hugging Face checkpoint alone."""
+        weights = await self._run(self._front.call, "checkpoint")
         await self._run(self._save_weights, folder, weights)
 
     async def load(self, folder: Path) -> None:

@@ -69,9 +69,10 @@ def full_weights(module: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
         if id(tensor) in seen | own:
             continue
         seen.add(id(tensor))
-        weights[name] = _whole(tensor.detach(), dtype)
+        weights[name] = whole(tensor.detach(), dtype)
     return weights
 
 
-def _whole(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+def whole(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """All of a sharded tensor, on every rank; any other as it is."""
     return tensor.full_tensor().to(dtype) if isinstance(tensor, DTensor) else tensor

@@ -30,6 +30,7 @@ from lockstep.learner.precision import Skip
 from lockstep.learner.ranks import Ranks
 from lockstep.learner.rows import admit
 from lockstep.learner.updates import Updater
+from lockstep.learner.update_scale import UpdateScale
 from lockstep.types import Group
 
 
@@ -45,6 +46,7 @@ class LearnerCore:
         num_updates: int,
         ranks: Ranks | None = None,
     ) -> None:
+        update_scale: UpdateScale | None = None,
         """`module` runs `lockstep_varlen` attention and has a `LogProbHead` (with a value if the algorithm needs one).
 
         `num_updates` are the optimiser updates of the whole run, for the schedule.
@@ -52,7 +54,7 @@ class LearnerCore:
         self.algorithm, self.config, self.ranks = algorithm, config, ranks or Ranks.current(module.device)
         self.objective, self.advantage = algorithm.build_objective(), algorithm.build_advantage()
         self._correction: str | None = None  # in place of the recipe's
-        self.updater = Updater(module, config, num_updates, self.ranks)
+        self.updater = Updater(module, config, num_updates, self.ranks, update_scale)
         self.begin(version=0)
 
     @property
@@ -138,6 +140,10 @@ class LearnerCore:
     def load(self, folder: Path) -> None:
         if correction := load_state(folder, self.updater):
             self.set_correction(correction)
+    def checkpoint(self) -> dict[str, Tensor]:
+        """The weights as a Hugging Face checkpoint has them: without update-aware scaling."""
+        return self.updater.update_scale.end(self.updater.masters, self.weights())
+
 
 
 def peak_memory(device: torch.device) -> float:

@@ -20,6 +20,7 @@ from lockstep.learner.precision import MasterWeights, Skip
 from lockstep.learner.ranks import Ranks
 from lockstep.learner.scoring import Scores, score
 from lockstep.types import Batch
+from lockstep.learner.update_scale import UpdateScale
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,19 +37,30 @@ class Applied:
 class Updater:
     """Owns the module, its master weights and the optimiser; knows no algorithm."""
 
-    def __init__(self, module: PreTrainedModel, config: LearnerConfig, num_updates: int, ranks: Ranks) -> None:
+    def __init__(
+        self,
+        module: PreTrainedModel,
+        config: LearnerConfig,
+        num_updates: int,
+        ranks: Ranks,
+        update_scale: UpdateScale | None = None,
+    ) -> None:
         """`num_updates` of the whole run shape the schedule."""
         self.module, self.config, self.num_updates, self.ranks = module, config, num_updates, ranks
         self.dtype = config.torch_dtype(ranks.device)
         prepare(module, self.dtype, config.activation_checkpointing, ranks)
         self.masters = MasterWeights(module, self.dtype)
         self.build_optimiser()
+        self.update_scale = update_scale or UpdateScale()
+        self.update_scale.begin(self.masters)
         self.update = 0
         self._sums = torch.zeros(3, dtype=torch.float64, device=ranks.device)  # loss, value loss, count
 
     def build_optimiser(self) -> None:
         config, named = self.config, self.masters.named_parameters()
-        self.optimiser = build_optimiser(config.optimiser, named, config.learning_rate, config.weight_decay)
+        self.optimiser = build_optimiser(
+            config.optimiser, named, config.learning_rate, config.weight_decay, self.update_scale.rates
+        )
 
     @property
     def round_tokens(self) -> int:
@@ -132,6 +144,12 @@ class Updater:
 
     def misfits(self, state: dict[str, Any]) -> list[str]:
         """What keeps `state` from being loaded, in words; empty if it fits."""
-        saved, ours = state["optimiser"]["name"], self.config.optimiser.name
-        other = [f"its optimiser is {saved}, the recipe's is {ours}"] if saved != ours else []
+        pairs = {
+            "optimiser": (state["optimiser"]["name"], self.config.optimiser.name),
+            "update scale": (state["update_scale"], str(self.update_scale)),
+        }
+        other = [
+            f"its {what} is {saved}, the recipe's is {ours}" for what, (saved, ours) in pairs.items() if saved != ours
+        ]
         return other + self.masters.misfits(state["masters"]["weights"])
+            "update_scale": str(self.update_scale),
