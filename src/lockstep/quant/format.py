@@ -1,0 +1,81 @@
+"""What a low-bit format is: how weights and inputs are encoded, and the product that runs on the codes.
+
+Each is a file in `formats/`. A weight is [out, in] or, for the fused experts of a mixture, [experts, out, in].
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar, TypeAlias
+
+import torch
+from torch import Tensor
+
+from lockstep.quant.encoded import Encoded
+from lockstep.quant.kernels import Kernel, choose
+
+Input: TypeAlias = tuple[Tensor, ...]
+"""Rows [N, in] as the product takes them: (codes, scales), or (x,) where inputs stay in the compute dtype."""
+
+
+class Format(ABC):
+    """Nothing here has a gradient; training goes through `lockstep.quant.straight_through`."""
+
+    bits: ClassVar[int]
+    """of a weight's code"""
+
+    @property
+    @abstractmethod
+    def operation(self) -> str:
+        """The product on codes, by its name in `kernels/reference.py`, which defines it."""
+
+    @abstractmethod
+    def quantize(self, weight: Tensor) -> Encoded:
+        """Made from the master weight, in its own dtype. ValueError for NaN or inf (so it waits for the device)."""
+
+    @abstractmethod
+    def dequantize(self, weight: Encoded, dtype: torch.dtype) -> Tensor: ...
+
+    @abstractmethod
+    def encode_input(self, x: Tensor) -> Input:
+        """Rows [N, in]. ValueError for NaN or inf on a CPU. On a GPU asking would stall it: the row's scale, and with
+        it the row's output, is then NaN or inf."""
+
+    @abstractmethod
+    def decode_input(self, x: Input, dtype: torch.dtype) -> Tensor: ...
+
+    def matmul(self, x: Input, weight: Encoded, dtype: torch.dtype) -> Tensor:
+        """x·Wᵀ [N, out]: the executed arithmetic."""
+        return self.kernel(weight, dtype).run(*x, weight.codes, weight.scales, dtype)
+
+    def grouped_matmul(self, x: Input, offsets: Tensor, weight: Encoded, dtype: torch.dtype) -> Tensor:
+        """The same for experts: rows `offsets[e]:offsets[e + 1]` (int32 [experts + 1]) meet expert e's weight."""
+        return self.kernel(weight, dtype).run(*x, offsets, weight.codes, weight.scales, dtype)
+
+    def linear(self, x: Tensor, weight: Encoded, bias: Tensor | None = None) -> Tensor:
+        """x [..., in] to [..., out] in the dtype of x; the bias is added in that dtype, after the rounding to it."""
+        y = self.matmul(self.encode_input(x.flatten(0, -2)), weight, x.dtype)
+        y = y if bias is None else y + bias
+        return y.unflatten(0, x.shape[:-1])
+
+    def grouped(self, x: Tensor, offsets: Tensor, weight: Encoded) -> Tensor:
+        """Rows [N, in], sorted by expert, to [N, out]."""
+        return self.grouped_matmul(self.encode_input(x), offsets, weight, x.dtype)
+
+    def kernel(self, weight: Encoded, dtype: torch.dtype) -> Kernel:
+        """What multiplies with `weight` where it lies; its name goes into the audit."""
+        operation = f"grouped_{self.operation}" if len(weight.shape) == 3 else self.operation
+        return choose(operation, weight.codes.device.type, weight.shape, dtype)
+
+
+def checked_weight(weight: Tensor, codes: Tensor, scales: Tensor) -> Encoded:
+    """The encoded weight, unless it has no codes: a scale is finite only if all values under it are."""
+    if not torch.isfinite(scales).all():
+        raise ValueError(f"cannot quantize a weight {tuple(weight.shape)} that holds NaN or inf")
+    return Encoded(codes, scales, tuple(weight.shape))
+
+
+def checked_input(codes: Tensor, scales: Tensor) -> Input:
+    if scales.device.type == "cpu" and not torch.isfinite(scales).all():
+        raise ValueError("cannot quantize activations that hold NaN or inf: the model has diverged")
+    return codes, scales

@@ -1,0 +1,45 @@
+"""e4m3 weights and inputs: a scale per output channel and token, or per 128×128 block and 1×128 group."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from lockstep.quant.encoded import Encoded
+from lockstep.quant.format import Format, Input, checked_input, checked_weight
+from lockstep.quant.kernels.reference import (
+    quantize_blocks_fp8,
+    quantize_groups_fp8,
+    quantize_rows_fp8,
+    spread,
+    spread_blocks,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class FP8W8A8(Format):
+    """q = x / s rounded to e4m3, s = max(absmax / 448, 1 / (448·512));  y = (Σ q_x·q_w · s_x)·s_w in float32."""
+
+    bits: ClassVar[int] = 8
+    block: bool = False
+
+    @property
+    def operation(self) -> str:
+        return "fp8_block_matmul" if self.block else "fp8_matmul"
+
+    def quantize(self, weight: Tensor) -> Encoded:
+        return checked_weight(weight, *(quantize_blocks_fp8(weight) if self.block else quantize_rows_fp8(weight)))
+
+    def dequantize(self, weight: Encoded, dtype: torch.dtype) -> Tensor:
+        scales = spread_blocks(weight.scales, weight.shape) if self.block else weight.scales[..., None]
+        return (weight.codes.float() * scales).to(dtype)
+
+    def encode_input(self, x: Tensor) -> Input:
+        return checked_input(*(quantize_groups_fp8(x) if self.block else quantize_rows_fp8(x)))
+
+    def decode_input(self, x: Input, dtype: torch.dtype) -> Tensor:
+        codes, scales = x
+        return (codes.float() * (spread(scales, codes.shape[-1]) if self.block else scales[:, None])).to(dtype)

@@ -1,0 +1,37 @@
+"""int8 weights per output channel, int8 inputs per token, exact integer sums."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from lockstep.quant.encoded import Encoded
+from lockstep.quant.format import Format, Input, checked_input, checked_weight
+from lockstep.quant.kernels.reference import quantize_rows_int8
+
+
+@dataclass(frozen=True, slots=True)
+class INT8W8A8(Format):
+    """q = round(x / s) within ±127, s = absmax / 127;  y = (Σ q_x·q_w · s_x)·s_w."""
+
+    bits: ClassVar[int] = 8
+
+    @property
+    def operation(self) -> str:
+        return "int8_matmul"
+
+    def quantize(self, weight: Tensor) -> Encoded:
+        return checked_weight(weight, *quantize_rows_int8(weight))
+
+    def dequantize(self, weight: Encoded, dtype: torch.dtype) -> Tensor:
+        return (weight.codes.float() * weight.scales[..., None]).to(dtype)
+
+    def encode_input(self, x: Tensor) -> Input:
+        return checked_input(*quantize_rows_int8(x))
+
+    def decode_input(self, x: Input, dtype: torch.dtype) -> Tensor:
+        codes, scales = x
+        return (codes.float() * scales[:, None]).to(dtype)

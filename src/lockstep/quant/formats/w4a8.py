@@ -1,0 +1,45 @@
+"""int4 weights in groups of 128 inputs, 8-bit inputs per token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from lockstep.quant.encoded import Encoded
+from lockstep.quant.format import Format, Input, checked_input, checked_weight
+from lockstep.quant.kernels.reference import (
+    dequantize_int4,
+    pack_int4,
+    quantize_groups_int4,
+    quantize_rows_fp8,
+    quantize_rows_int8,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class W4A8(Format):
+    """y = (Σ_g (Σ q_x·q_w)_g · s_g)·s_x over groups g;  with int8 inputs the inner sums are exact."""
+
+    bits: ClassVar[int] = 4
+    inputs: Literal["int8", "fp8"] = "int8"
+
+    @property
+    def operation(self) -> str:
+        return "w4a8_matmul" if self.inputs == "int8" else "w4a8_fp8_matmul"
+
+    def quantize(self, weight: Tensor) -> Encoded:
+        codes, scales = quantize_groups_int4(weight)
+        return checked_weight(weight, pack_int4(codes), scales)
+
+    def dequantize(self, weight: Encoded, dtype: torch.dtype) -> Tensor:
+        return dequantize_int4(weight.codes, weight.scales, weight.shape[-1]).to(dtype)
+
+    def encode_input(self, x: Tensor) -> Input:
+        return checked_input(*(quantize_rows_int8(x) if self.inputs == "int8" else quantize_rows_fp8(x)))
+
+    def decode_input(self, x: Input, dtype: torch.dtype) -> Tensor:
+        codes, scales = x
+        return (codes.float() * scales[:, None]).to(dtype)

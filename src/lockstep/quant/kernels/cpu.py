@@ -1,0 +1,102 @@
+"""What runs on a CPU. All sums are float32 or integer, whatever the compute dtype: CPUs are slow or inexact below.
+
+8-bit integers are the fast format here: with VNNI or AMX `_int_mm` beats the float32 product from one row on.
+4-bit and fp8 weights are unpacked for every product; they are for agreement with an accelerator, not for speed.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lockstep.quant.kernels.reference import GROUP, spread, spread_blocks
+
+EXACT_K = 1024  # 1024 · 127² < 2**24: up to here a float32 sum of products of int8 codes is exact in any order
+
+
+def has_int8_dot() -> bool:
+    """Whether `_int_mm` is exact and fast. Without VNNI, oneDNN may saturate 16-bit sums, or there is no fast path."""
+    return torch.cpu._is_vnni_supported()
+
+
+def int8_matmul_integer(xq: Tensor, sx: Tensor, wq: Tensor, sw: Tensor, dtype: torch.dtype) -> Tensor:
+    return _rescale(torch._int_mm(xq, wq.mT).float(), sx, sw, dtype)
+
+
+def int8_matmul_float(xq: Tensor, sx: Tensor, wq: Tensor, sw: Tensor, dtype: torch.dtype) -> Tensor:
+    return _rescale(accumulate_float(xq, wq).float(), sx, sw, dtype)
+
+
+def accumulate_float(xq: Tensor, wq: Tensor) -> Tensor:
+    """The exact sums of products [M, N] through float32 products of at most 1,024 summands."""
+    blocks = zip(xq.split(EXACT_K, -1), wq.split(EXACT_K, -1), strict=True)
+    parts = [F.linear(x.float(), w.float()) for x, w in blocks]
+    return parts[0] if len(parts) == 1 else torch.stack(parts).int().sum(0)
+
+
+def fp8_matmul(xq: Tensor, sx: Tensor, wq: Tensor, sw: Tensor, dtype: torch.dtype) -> Tensor:
+    return _rescale(F.linear(fp8_to_float(xq), fp8_to_float(wq)), sx, sw, dtype)
+
+
+def fp8_block_matmul(xq: Tensor, sx: Tensor, wq: Tensor, sw: Tensor, dtype: torch.dtype) -> Tensor:
+    x = fp8_to_float(xq).mul_(spread(sx, xq.shape[-1]))
+    weight = fp8_to_float(wq).mul_(spread_blocks(sw, wq.shape))
+    return F.linear(x, weight).to(dtype)
+
+
+def w4a16_matmul(x: Tensor, packed: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    weight = _scaled_int4(packed, scales, x.shape[-1]).to(x.dtype)
+    return F.linear(x.float(), weight.float()).to(dtype)
+
+
+def w4a8_matmul_integer(xq: Tensor, sx: Tensor, packed: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """int8 activations, one integer product per group of 128."""
+    codes = unpack_int4(packed, xq.shape[-1])
+    y = xq.new_zeros(len(xq), len(codes), dtype=torch.float32)
+    for g, (x, w) in enumerate(zip(xq.split(GROUP, -1), codes.split(GROUP, -1), strict=True)):
+        y += torch._int_mm(x, w.mT).float().mul_(scales[:, g])
+    return y.mul_(sx[:, None]).to(dtype)
+
+
+def w4a8_matmul_float(xq: Tensor, sx: Tensor, packed: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """int8 activations: a group's sum is exact in float32, for 128 · 127 · 7 < 2**24."""
+    codes = unpack_int4(packed, xq.shape[-1])
+    y = xq.new_zeros(len(xq), len(codes), dtype=torch.float32)
+    for g, (x, w) in enumerate(zip(xq.split(GROUP, -1), codes.split(GROUP, -1), strict=True)):
+        y += F.linear(x.float(), w.float()).mul_(scales[:, g])
+    return y.mul_(sx[:, None]).to(dtype)
+
+
+def w4a8_matmul_fp8(xq: Tensor, sx: Tensor, packed: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """e4m3 activations: one float32 product over scaled codes."""
+    y = F.linear(fp8_to_float(xq), _scaled_int4(packed, scales, xq.shape[-1]))
+    return y.mul_(sx[:, None]).to(dtype)
+
+
+def fp8_to_float(codes: Tensor) -> Tensor:
+    """e4m3 to float32, exactly, 20 times faster than `.float()`: its bits are a float16's with the exponent off by 8.
+
+    Not for NaN codes, which the formats refuse to make.
+    """
+    bits = codes.view(torch.int8).to(torch.int16)  # the sign is in the upper byte now
+    return ((bits & -32768) | ((bits & 127) << 7)).view(torch.float16).float().mul_(256)
+
+
+def unpack_int4(packed: Tensor, K: int) -> Tensor:
+    """As the reference, two codes at a time: a byte becomes an int16 whose bytes are the codes, even k first."""
+    pairs = packed.to(torch.int16)
+    codes = ((pairs & 15) | ((pairs & 240) << 4)).view(torch.int8).sub_(8)
+    return codes[..., :K]
+
+
+def _scaled_int4(packed: Tensor, scales: Tensor, K: int) -> Tensor:
+    codes = unpack_int4(packed, K).float()
+    if K % GROUP:
+        return codes.mul_(spread(scales, K))
+    codes.unflatten(-1, (-1, GROUP)).mul_(scales[..., None])  # a view: no scales spread in memory
+    return codes
+
+
+def _rescale(acc: Tensor, sx: Tensor, sw: Tensor, dtype: torch.dtype) -> Tensor:
+    return acc.mul_(sx[:, None]).mul_(sw).to(dtype)
