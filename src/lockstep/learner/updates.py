@@ -134,6 +134,7 @@ class Updater:
             "masters": self.masters.state_dict(),
             "optimiser": {"name": self.config.optimiser.name, "state": self.optimiser.state_dict()["state"]},
             "update": self.update,
+            "update_scale": str(self.update_scale),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -152,4 +153,3 @@ class Updater:
             f"its {what} is {saved}, the recipe's is {ours}" for what, (saved, ours) in pairs.items() if saved != ours
         ]
         return other + self.masters.misfits(state["masters"]["weights"])
-            "update_scale": str(self.update_scale),
