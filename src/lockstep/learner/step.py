@@ -29,8 +29,8 @@ from lockstep.learner.passes import Outcome, Pass, Replayed, Streamed
 from lockstep.learner.precision import Skip
 from lockstep.learner.ranks import Ranks
 from lockstep.learner.rows import admit
-from lockstep.learner.updates import Updater
 from lockstep.learner.update_scale import UpdateScale
+from lockstep.learner.updates import Updater
 from lockstep.types import Group
 
 
@@ -45,8 +45,8 @@ class LearnerCore:
         *,
         num_updates: int,
         ranks: Ranks | None = None,
-    ) -> None:
         update_scale: UpdateScale | None = None,
+    ) -> None:
         """`module` runs `lockstep_varlen` attention and has a `LogProbHead` (with a value if the algorithm needs one).
 
         `num_updates` are the optimiser updates of the whole run, for the schedule.
@@ -133,6 +133,10 @@ class LearnerCore:
         """Whole tensors by their Hugging Face names, tied weights once; on one rank the live ones."""
         return full_weights(self.updater.module, self.updater.dtype)
 
+    def checkpoint(self) -> dict[str, Tensor]:
+        """The weights as a Hugging Face checkpoint has them: without update-aware scaling."""
+        return self.updater.update_scale.end(self.updater.masters, self.weights())
+
     def save(self, folder: Path) -> None:
         """All a bit-exact resume needs: master weights, optimiser, counters, loss scale, value head, correction."""
         save_state(folder, self.updater, self.ranks, self._correction)
@@ -140,10 +144,6 @@ class LearnerCore:
     def load(self, folder: Path) -> None:
         if correction := load_state(folder, self.updater):
             self.set_correction(correction)
-    def checkpoint(self) -> dict[str, Tensor]:
-        """The weights as a Hugging Face checkpoint has them: without update-aware scaling."""
-        return self.updater.update_scale.end(self.updater.masters, self.weights())
-
 
 
 def peak_memory(device: torch.device) -> float:

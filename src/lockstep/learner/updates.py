@@ -19,8 +19,8 @@ from lockstep.learner.parallel import prepare
 from lockstep.learner.precision import MasterWeights, Skip
 from lockstep.learner.ranks import Ranks
 from lockstep.learner.scoring import Scores, score
-from lockstep.types import Batch
 from lockstep.learner.update_scale import UpdateScale
+from lockstep.types import Batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +50,9 @@ class Updater:
         self.dtype = config.torch_dtype(ranks.device)
         prepare(module, self.dtype, config.activation_checkpointing, ranks)
         self.masters = MasterWeights(module, self.dtype)
-        self.build_optimiser()
         self.update_scale = update_scale or UpdateScale()
         self.update_scale.begin(self.masters)
+        self.build_optimiser()
         self.update = 0
         self._sums = torch.zeros(3, dtype=torch.float64, device=ranks.device)  # loss, value loss, count
 
