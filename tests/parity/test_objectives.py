@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import replace
 from functools import cache
+from itertools import product
 
 import pytest
 import reference_objectives as reference
@@ -28,6 +30,8 @@ LISTS = {name: (name,) for name in choices(CORRECTIONS)} | {
 }
 SPREADS = (0.0, 1e-4, 1e-3, 0.1, 1.0, 100.0)  # of log-ratios: inside GSPO's band to far beyond any exp
 
+BOUNDS = (1e-4, 0.5, 0.8, 1 - 1e-3, 1 - 3e-4, 1 + 4e-4, 1 + 7e-4, 1 + 1e-3, 1.2, 1.28, 2, 3, 5)
+
 Masks = list[list[bool]]
 masks = st.lists(st.lists(st.booleans(), min_size=1, max_size=7), min_size=2, max_size=6)
 
@@ -39,11 +43,23 @@ def make_sequences(shapes: Masks, seed: int) -> list[Answer]:
 
 
 def _make_sequence(m: list[bool], rng: random.Random) -> Answer:
-    A, new, old = rng.choice((0.0, rng.uniform(-3, 3))), rng.choice(SPREADS), rng.choice(SPREADS)
+    A, new, old = rng.choice((0.0, rng.uniform(-3, 3), rng.uniform(-3, 3))), rng.choice(SPREADS), rng.choice(SPREADS)
     lb = [-rng.expovariate(0.5) if sampled else 0.0 for sampled in m]
     lp = [x + rng.uniform(-old, old) if sampled else 0.0 for x, sampled in zip(lb, m, strict=True)]
     now = [x + rng.uniform(-new, new) if sampled else 0.0 for x, sampled in zip(lp, m, strict=True)]
     return Answer(m, now, lp, lb, [A if sampled else 0.0 for sampled in m])
+
+
+def beside_bounds() -> list[Answer]:
+    """Two tokens whose ratio, in mean or in product, is just below or above a bound, r and w in turn, for A = ±1."""
+    sides = product(BOUNDS, (-1e-5, 1e-5), (1, 2), (True, False), (1.0, -1.0))
+    return [_beside(math.log(bound) / part + side, moves, A) for bound, side, part, moves, A in sides]
+
+
+def _beside(x: float, moves: bool, A: float) -> Answer:
+    lb = [-12.0, -12.0]
+    lp = lb if moves else [b + x for b in lb]
+    return Answer([True, True], [p + x for p in lp] if moves else lp, lp, lb, [A, A])
 
 
 def to_batch(seqs: list[Answer], dtype: torch.dtype = torch.float64) -> tuple[Tensor, Batch]:
@@ -91,26 +107,38 @@ def accepted(surrogate: str) -> list[str]:
     return [name for name, corrections in built.items() if not refusal(piece, corrections)]
 
 
+Pieces = tuple[str, tuple[str, ...], str, bool]
+
+
+def assert_parity(seqs: list[Answer], pieces: Pieces) -> None:
+    value, slopes = reference.objective(seqs, *pieces)
+    part, gradient = measure(make_objective(*pieces), *to_batch(seqs))
+    count = float(part.count) or 1.0
+    scale = max(map(abs, slopes)) + abs(value)  # terms of ± e^40 may cancel
+    assert float(part.loss) / count == pytest.approx(value, rel=1e-6, abs=1e-6 * scale), pieces
+    assert (gradient / count).tolist() == pytest.approx(slopes, rel=1e-6, abs=0), pieces
+    assert not part.weight.requires_grad
+
+
 @pytest.mark.parametrize("surrogate", choices(SURROGATES))
 @given(shapes=masks, seed=st.integers(0, 2**32), count_rejected=st.booleans())
 @settings(max_examples=12, deadline=None)
 def test_value_and_gradient_are_the_references(surrogate: str, shapes: Masks, seed: int, count_rejected: bool) -> None:
-    """Under every correction the surrogate takes, each example with the next of the reductions."""
+    """Under every correction the surrogate takes, each with another of the reductions; float32 stays finite."""
     seqs, reductions = make_sequences(shapes, seed), choices(REDUCTIONS)
     for place, correction in enumerate(accepted(surrogate), start=seed):
         pieces = surrogate, LISTS[correction], reductions[place % len(reductions)], count_rejected
-        value, slopes = reference.objective(seqs, *pieces)
-        part, gradient = measure(make_objective(*pieces), *to_batch(seqs))
-        count = float(part.count) or 1.0
-        scale = max(map(abs, slopes)) + abs(value)  # terms of ± e^40 may cancel
-        assert float(part.loss) / count == pytest.approx(value, rel=1e-6, abs=1e-6 * scale), pieces
-        assert (gradient / count).tolist() == pytest.approx(slopes, rel=1e-6, abs=0), pieces
-        assert not part.weight.requires_grad
-
+        assert_parity(seqs, pieces)
         single, gradient = measure(make_objective(*pieces), *to_batch(seqs, torch.float32))
         assert single.loss.isfinite()
         assert single.weight.isfinite().all()
         assert gradient.isfinite().all()
+
+
+@pytest.mark.parametrize("surrogate", choices(SURROGATES))
+def test_bounds_are_exactly_where_the_references_have_them(surrogate: str) -> None:
+    for correction in accepted(surrogate):
+        assert_parity(beside_bounds(), (surrogate, LISTS[correction], "token_mean", True))
 
 
 @pytest.mark.parametrize("surrogate", choices(SURROGATES))
