@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 
 
@@ -10,8 +10,26 @@ from fnmatch import fnmatch
 class Metric:
     name: str  # may hold * for a family
     meaning: str
-    healthy: str = ""
+    healthy: str = ""  # what it looks like in a run in good order
+    unhealthy: str = ""  # what it means when it does not
+    parted: bool = False  # also logged of a part of the tokens: `mismatch/k3` as `mismatch/lag0/k3`
+    part: str = ""  # the part it is about; empty: all tokens
 
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Some of the tokens. The number in a name is the lower bound: `pos64` ends where `pos128` begins."""
+
+    name: str
+    meaning: str
+
+
+PARTS = (
+    Part("lag*", "drawn by weights this many versions old; `lag8` is 8 and older"),
+    Part("pos*", "with this many sampled tokens or more before them in their answer; 0, 16, 32, … 16384"),
+    Part("adv_*", "with a negative, zero or positive advantage: `adv_neg`, `adv_zero`, `adv_pos`"),
+    Part("prob*", "to which the learner gives this probability or more (exp l_prox); 0, 0.01, 0.1, 0.5, 0.9"),
+)
 
 METRICS = (
     Metric(
@@ -31,38 +49,153 @@ METRICS = (
     Metric("reward/failed", "answers whose reward raised, timed out or was NaN; none of them trains", "0"),
     Metric("rollout/length", "mean sampled tokens per answer"),
     Metric("rollout/truncated", "share of answers cut off by the token limit", "near 0; never rises above 0.5"),
+    Metric(
+        "rollout/repetition",
+        "share of the answers below their group's mean reward that repeat themselves: cut off in a loop, or made "
+        "mostly of runs of tokens that recur",
+        "near 0",
+        "rising: error tokens, which low-bit sampling makes in long answers",
+    ),
+    Metric(
+        "rollout/garble",
+        "the same for characters that are no text, words of mixed alphabets, three writing systems in one answer",
+        "near 0",
+    ),
     Metric("rollout/too_long", "prompts skipped because they leave no room for an answer in the context", "0"),
     Metric("rollout/no_signal", "groups whose rewards were all equal"),
     Metric("rollout/replaced", "groups without signal that dynamic sampling replaced"),
     Metric("rollout/lag_mean", "mean weight-version lag of the tokens learned from", "<= max_staleness"),
     Metric("rollout/lag_max", "largest lag of any token learned from", "<= max_staleness"),
     Metric("policy/loss", "value of the objective, mean over optimiser updates"),
-    Metric("policy/entropy", "mean entropy of the learner's distribution on sampled tokens, nats", "falls slowly"),
-    Metric("policy/clip_low", "share of tokens whose ratio was clipped from below"),
-    Metric("policy/clip_high", "share of tokens whose ratio was clipped from above"),
+    Metric(
+        "policy/entropy",
+        "mean entropy of the learner's distribution on sampled tokens, nats",
+        "falls slowly",
+        "near 0: it no longer explores; rising while rewards fall: it comes apart",
+    ),
+    Metric(
+        "policy/kl_ref",
+        "KL to the reference of `algorithm.kl`: mean k3 of sampled tokens before the updates, whatever its estimator",
+        "0 in the first step, then rises slowly",
+        "above 0.1 and rising fast: the KL's coefficient is too small to hold the policy",
+    ),
+    Metric(
+        "policy/clip_low",
+        "share of the tokens with an advantage and a weight that have no gradient, at a ratio below 1",
+        "0 with one update a step, else a few percent",
+        "large: the updates of a step move further than the surrogate trusts",
+        parted=True,
+    ),
+    Metric(
+        "policy/clip_high",
+        "the same at a ratio of 1 or above",
+        "0 with one update a step, else a few percent",
+        "large in `adv_neg` or `prob0`: unlikely tokens of bad answers become likelier, the tail of QaRL's Fig. 5",
+        parted=True,
+    ),
     Metric("policy/grad_norm", "gradient norm before clipping, mean over updates", "steady"),
     Metric("policy/learning_rate", "learning rate of the last update"),
     Metric(
         "policy/skipped",
-        "optimiser updates not made: nothing to learn from, a gradient that is not finite, a step not approved",
+        "optimiser updates not made: nothing to learn from, a gradient that is not finite, or a step not approved",
     ),
     Metric("policy/nonfinite", "those skipped for an inf or NaN in the gradient; ten in a row end the run", "0"),
     Metric("value/loss", "squared error of the value head"),
     Metric("value/explained", "share of the returns' variance that the value head explains", "towards 1"),
-    Metric("mismatch/k1", "mean of l_behav - l_prox: KL(sampler || learner), unbiased, may be negative", "near 0"),
+    Metric("mismatch/tokens", "sampled tokens that the figures below are about", parted=True),
+    Metric(
+        "mismatch/k1",
+        "mean of l_behav - l_prox: KL(sampler || learner), unbiased, may be negative",
+        "near 0, of either sign",
+        "far from k3: few tokens decide, and neither figure is reliable",
+        parted=True,
+    ),
     Metric(
         "mismatch/k3",
         "the same KL, non-negative estimator; with max_staleness > 0 it also holds what was learned meanwhile",
         "< 1e-3 with max_staleness 0; rising = drifting apart",
+        "in `lag0`: the two compute different things (precision, kernels, templates); in later lags only: staleness",
+        parted=True,
     ),
-    Metric("mismatch/f*", "share of tokens whose probabilities differ by more than this factor", "f2 near 0"),
-    Metric("mismatch/w_max", "largest importance weight", "below the correction's cap"),
-    Metric("mismatch/ess", "effective sample size of the weights, as a share of the tokens", "near 1"),
-    Metric("mismatch/dp_mean", "mean absolute difference of token probabilities"),
-    Metric("mismatch/dp_max", "largest absolute difference of token probabilities"),
-    Metric("mismatch/truncated", "share of tokens whose weight the correction capped"),
-    Metric("mismatch/rejected", "share of tokens whose weight the correction set to zero"),
+    Metric(
+        "mismatch/f*",
+        "share of tokens whose probabilities differ by more than this factor",
+        "f2 near 0",
+        "a flat curve far out (f10, f100): single tokens that one side finds impossible, as wrong experts or codes do",
+        parted=True,
+    ),
+    Metric(
+        "mismatch/chi2",
+        "mean of (w - 1)^2: chi-squared distance of the learner from the sampler, unbiased",
+        "about twice k3, and small",
+        "far above twice k3: heavy weights; above 1 a few tokens carry the gradient",
+        parted=True,
+    ),
+    Metric(
+        "mismatch/ess",
+        "effective sample size of the weights, (sum w)^2 / sum w^2, as a share of the tokens",
+        "near 1",
+        "0.5: half of the batch is wasted on the variance of the weights",
+        parted=True,
+    ),
+    Metric(
+        "mismatch/w_max",
+        "largest importance weight, cut at exp(20)",
+        "below the correction's cap",
+        "above it: the correction truncates, and without one this token outweighs the others",
+        parted=True,
+    ),
+    Metric(
+        "mismatch/dp_mean",
+        "mean absolute difference of token probabilities",
+        "< 0.01",
+        "large with a small F(2): likely tokens differ a little; small with a large F(2): only unlikely ones differ",
+        parted=True,
+    ),
+    Metric(
+        "mismatch/dp_max",
+        "largest absolute difference of token probabilities",
+        "< 0.1",
+        "near 1: one side is sure of a token that the other one rules out",
+        parted=True,
+    ),
+    Metric(
+        "mismatch/pearson",
+        "correlation of the two sides' token probabilities; absent where they are all the same",
+        "> 0.99",
+        "falling: the two no longer find the same tokens likely",
+        parted=True,
+    ),
+    Metric(
+        "mismatch/truncated",
+        "share of tokens whose weight the correction capped",
+        "< 0.01",
+        "rising: the correction is biased by what it cuts",
+        parted=True,
+    ),
+    Metric(
+        "mismatch/rejected",
+        "share of tokens whose weight the correction set to zero",
+        "< 0.05",
+        "rising: it learns from the part of the data on which the two agree",
+        parted=True,
+    ),
     Metric("mismatch/refused", "sequences refused for a NaN or -inf log-prob of the sampler", "0"),
+    Metric("mismatch/len*/answers", "answers of this many tokens or more; 0, 16, 32, … 16384", part="len*"),
+    Metric(
+        "mismatch/len*/accepted_answers",
+        "share of these answers of which the correction left at least one token",
+        "near 1 and alike at all lengths",
+        "falling with length: long answers are filtered out, and the model learns to be brief",
+        part="len*",
+    ),
+    Metric(
+        "mismatch/len*/accepted_tokens",
+        "share of their tokens that the correction left",
+        "near 1 and alike at all lengths",
+        "as above",
+        part="len*",
+    ),
     Metric("perf/rollout_tokens_per_s", "sampled tokens per second the engine was busy"),
     Metric("perf/train_tokens_per_s", "tokens learned from per second the learner was busy"),
     Metric("perf/samples_per_s", "answers sampled for a step, replaced ones too, per second of wall time"),
@@ -79,4 +212,13 @@ METRICS = (
 
 def describe(name: str) -> Metric | None:
     """The documented metric a logged name belongs to; None means the name is not one of ours."""
-    return next((m for m in METRICS if fnmatch(name, m.name)), None)
+    group, _, rest = name.partition("/")
+    prefix, _, figure = rest.partition("/")
+    part = next((part for part in PARTS if figure and fnmatch(prefix, part.name)), None)
+    if part is None:
+        return next((m for m in METRICS if fnmatch(name, m.name)), None)
+    whole = describe(f"{group}/{figure}")
+    if whole is None or not whole.parted:
+        return None
+    meaning = f"{whole.meaning}; of tokens {part.meaning}"
+    return replace(whole, name=f"{group}/{part.name}/{figure}", meaning=meaning, parted=False, part=part.name)

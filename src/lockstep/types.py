@@ -116,6 +116,7 @@ class Trajectory:
     stop_reason: StopReason
     verdict: Verdict
     text: str  # the response as the reward saw it
+    flaws: tuple[str, ...] = ()  # ("repetition",): see data/flaws.py
     routes: Tensor | None = None  # [T-1, MoE layers, top-k] expert ids
     media: Mapping[str, Tensor] = field(default_factory=dict)
 
@@ -149,6 +150,8 @@ class GroupReceipt:
     num_tokens: int
     has_signal: bool  # the answers that may train differ in reward: otherwise every advantage is zero
     parts: Mapping[str, tuple[float, ...]] = field(default_factory=dict)  # {"correct": (1.0, 0.0)}
+    num_negative: int = 0  # judged answers below the mean of their rewards
+    flaws: Mapping[str, int] = field(default_factory=dict)  # {"repetition": 2}, among the negative ones
     too_long: bool = False  # the prompt leaves no room for an answer: nothing was sampled
 
 

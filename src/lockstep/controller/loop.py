@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -14,6 +15,7 @@ from lockstep.controller.governor import GovernorConfig, Halted, RaisePrecision,
 from lockstep.protocols import Bus, Engine, Learner, Recorder, Rollout
 from lockstep.types import GroupReceipt, Sample, StepResult
 
+FLAWS = ("repetition", "garble")
 Evaluate = Callable[[], Awaitable[Mapping[str, float]]]
 
 
@@ -45,6 +47,8 @@ class Tally:
     no_signal: int = 0
     replaced: int = 0
     too_long: int = 0
+    negative: int = 0
+    flaws: Counter[str] = field(default_factory=Counter)
     parts: dict[str, list[float]] = field(default_factory=dict)
 
     def add(self, receipt: GroupReceipt) -> None:
@@ -55,6 +59,8 @@ class Tally:
         self.tokens += receipt.num_tokens
         self.too_long += receipt.too_long
         self.no_signal += not receipt.has_signal
+        self.negative += receipt.num_negative
+        self.flaws.update(receipt.flaws)
         for part, values in receipt.parts.items():
             self.parts.setdefault(part, []).extend(values)
 
@@ -73,6 +79,8 @@ class Tally:
         if self.answers:
             found["rollout/length"] = self.tokens / self.answers
             found["rollout/truncated"] = self.truncated / self.answers
+        if self.negative:
+            found |= {f"rollout/{flaw}": self.flaws[flaw] / self.negative for flaw in FLAWS}
         return found
 
 

@@ -118,7 +118,9 @@ class Conversation:
         self.stop_reason = completion.stop_reason
         assert len(self.tokens) == len(self.logp_behav) == len(self.versions), completion.uid
 
-    def trajectory(self, *, uid: str, text: str, verdict: Verdict, temperature: float) -> Trajectory:
+    def trajectory(
+        self, *, uid: str, text: str, verdict: Verdict, temperature: float, flaws: tuple[str, ...] = ()
+    ) -> Trajectory:
         """The finished answer as tensors."""
         import torch  # here, because whatever only reads messages must start without it
 
@@ -133,4 +135,5 @@ class Conversation:
             stop_reason=self.stop_reason,
             verdict=verdict,
             text=text,
+            flaws=flaws,
         )

@@ -113,6 +113,7 @@ def _judgement(trajectory: Trajectory) -> Row:
         "parts": dict(trajectory.verdict.parts),
         "reasons": list(trajectory.verdict.reasons),
         "stop_reason": str(trajectory.stop_reason),
+        "flaws": list(trajectory.flaws),
         "num_tokens": trajectory.num_sampled,
         "num_prompt_tokens": len(trajectory.tokens) - trajectory.num_sampled,
     }

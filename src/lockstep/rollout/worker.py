@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
+from statistics import fmean
 
 from transformers import PreTrainedTokenizerBase
 
 from lockstep.data.chat import Conversation, render_prompt, response_text
+from lockstep.data.flaws import flaws
 from lockstep.protocols import Bus, Engine, Judge
 from lockstep.types import (
     Completion,
@@ -59,11 +61,12 @@ class Answerer:
     async def _judged(self, sample: Sample, prompt: Sequence[int], completion: Completion) -> Trajectory:
         text = response_text(self.tokenizer, completion.tokens)
         verdict = await self.judge(sample, text)
+        wrong = flaws(completion.tokens, text, cut_off=completion.stop_reason is StopReason.LENGTH)
         conversation = Conversation()
         conversation.observe(prompt)
         conversation.sampled(completion)
         return conversation.trajectory(
-            uid=completion.uid, text=text, verdict=verdict, temperature=self.params.temperature
+            uid=completion.uid, text=text, verdict=verdict, temperature=self.params.temperature, flaws=wrong
         )
 
 
@@ -89,6 +92,7 @@ def receipt(index: int, answers: Sequence[Trajectory], train_truncated: bool) ->
     parts: dict[str, list[float]] = defaultdict(list)
     trained = {a.verdict.value for a in answers if train_truncated or not a.truncated} - {None}
     judged = [a.verdict for a in answers if not a.verdict.failed]
+    bad = negative(answers)
     for verdict in judged:
         for name, value in verdict.parts.items():
             parts[name].append(value)
@@ -100,4 +104,13 @@ def receipt(index: int, answers: Sequence[Trajectory], train_truncated: bool) ->
         num_tokens=sum(a.num_sampled for a in answers),
         has_signal=len(trained) > 1,
         parts={name: tuple(values) for name, values in parts.items()},
+        num_negative=len(bad),
+        flaws=Counter(flaw for answer in bad for flaw in answer.flaws),
     )
+
+
+def negative(answers: Sequence[Trajectory]) -> list[Trajectory]:
+    """The answers that were judged worse than their group's mean; none where all were judged alike."""
+    judged = [(answer, answer.verdict.value) for answer in answers if answer.verdict.value is not None]
+    values = [value for _, value in judged]
+    return [answer for answer, value in judged if value < max(values) and value < fmean(values)]

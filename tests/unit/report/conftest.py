@@ -30,6 +30,7 @@ def _trajectory(uid: str, reward: float | None, text: str) -> Trajectory:
         stop_reason=StopReason.EOS,
         verdict=Verdict(value=reward, parts={"correct": reward or 0.0}, reasons=("correct: 42 equals 42",)),
         text=text,
+        flaws=("repetition",),
     )
 
 

@@ -36,6 +36,7 @@ def test_an_answer_keeps_its_reward_reasons_and_lengths(folder: RunFolder) -> No
     assert good["prompt"] == [{"role": "user", "content": "What is 6 * 7?"}]
     assert (good["uid"], good["reward"], good["reasons"]) == ("17/0", 1.0, ["correct: 42 equals 42"])
     assert (good["stop_reason"], good["num_tokens"], good["num_prompt_tokens"]) == ("eos", 4, 2)
+    assert good["flaws"] == ["repetition"]
     assert failed["reward"] is None
 
 

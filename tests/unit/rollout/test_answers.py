@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from statistics import fmean
 
 import pytest
 import torch
@@ -17,7 +19,7 @@ from lockstep.data.chat import render_prompt
 from lockstep.models.tiny import byte_tokenizer
 from lockstep.rollout.engines.embedded import Embedded
 from lockstep.rollout.evaluate import EvalConfig, Evaluator
-from lockstep.rollout.worker import Answerer, GroupRollout
+from lockstep.rollout.worker import Answerer, GroupRollout, negative
 from lockstep.types import Message, Sample, SamplingParams, StopReason, Trajectory, Verdict
 from lockstep.weights.memory import Memory as MemoryStore
 
@@ -82,6 +84,10 @@ def test_a_group_is_complete_judged_and_on_the_bus(dense: PreTrainedModel) -> No
             assert receipt.num_failed == 12 - len(judged)
             assert receipt.num_tokens == sum(t.num_sampled for t in group.trajectories)
             assert receipt.num_truncated == sum(t.stop_reason is StopReason.LENGTH for t in group.trajectories)
+            bad = [t for t in group.trajectories if t.verdict.value is not None and t.verdict.value < fmean(judged)]
+            assert receipt.num_negative == len(bad) > 0
+            assert any("garble" in t.flaws for t in group.trajectories), "random weights write random bytes"
+            assert receipt.flaws == Counter(flaw for t in bad for flaw in t.flaws)
 
     within(test)
 
@@ -225,3 +231,26 @@ def test_the_store_holds_the_newest_version(snapshot: bool) -> None:
     assert store.get(4)["w"].data_ptr() == held  # the same buffers: memory does not grow
     with pytest.raises(LookupError, match="weight version 3 is not held; held: 4"):
         store.get(3)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "below"),
+    [([1.0, 0.0, 0.0], [1, 2]), ([0.1] * 7, []), ([None, None], []), ([None, 0.3, 0.1], [2]), ([], [])],
+)
+def test_negative_answers_are_those_below_their_groups_mean(rewards: list[float | None], below: list[int]) -> None:
+    empty = torch.zeros(0)
+    answers = [
+        Trajectory(
+            uid=str(n),
+            tokens=empty,
+            mask=empty,
+            logp_behav=empty,
+            versions=empty,
+            temperature=1.0,
+            stop_reason=StopReason.EOS,
+            verdict=Verdict(value=reward),
+            text="",
+        )
+        for n, reward in enumerate(rewards)
+    ]
+    assert [int(answer.uid) for answer in negative(answers)] == below
