@@ -18,7 +18,16 @@ from lockstep.controller.rules import Rule, Signals, parse, widest
 from lockstep.protocols import Learner, Recorder
 
 DEFAULT = "default"
-DEFAULT_RULES = ("collapse: raise_correction when mismatch/f2 rising and mismatch/k3 rising",)
+DEFAULT_RULES = (
+    "drift: raise_correction, raise_precision when mismatch/lag0/k3 > 0.001"
+    " and mismatch/lag0/k3 rising over 6 steps and mismatch/lag0/f2 rising over 6 steps"
+    " and mismatch/lag0/ess falling over 6 steps"
+    " and (policy/entropy rising over 6 steps or rollout/length rising over 6 steps)",
+    "apart: raise_correction, raise_precision when mismatch/lag0/k3 > 0.001"
+    " and mismatch/lag0/k3 > 2 x early and mismatch/lag0/f2 > 2 x early for 3 steps",
+    "outlier: skip_update when mismatch/lag0/ess < 0.2",
+    "endless: warn when rollout/truncated > 0.5 and rollout/truncated rising",
+)
 EVENT = "governor"
 RaisePrecision = Callable[[], Awaitable[str | None]]
 
@@ -75,7 +84,7 @@ class Governor:
         holding = [rule for rule in self._rules if self._holds(rule)]
         fresh = [rule for rule in holding if step - self._fired.get(rule.text, -self._cooldown) >= self._cooldown]
         self._fired |= {rule.text: step for rule in fresh}
-        skip = any(rule.action == "skip_update" for rule in holding)
+        skip = any("skip_update" in rule.actions for rule in holding)
         return [Firing(rule, self._reason(rule)) for rule in fresh], skip
 
     def _holds(self, rule: Rule) -> bool:
@@ -131,7 +140,7 @@ class Steward:
         """
         self._firings, skip = self._governor.judge(step, {**self._late, **metrics})
         self._late, self._judged = {}, metrics.keys()
-        return not self.active or not (skip or any(firing.rule.action == "stop" for firing in self._firings))
+        return not self.active or not (skip or any("stop" in firing.rule.actions for firing in self._firings))
 
     def note(self, metrics: Mapping[str, float]) -> None:
         """Takes what was logged since the judgement, for the next one."""
@@ -142,12 +151,12 @@ class Steward:
         """waits for: the learner or the engine to change over, where a rule asks for it"""
         done: dict[str, str] = {}  # two rules that ask for the same change get it once
         for firing in self._firings:
-            action = firing.rule.action
-            if action not in done:
-                done[action] = await self._do(action)
-            text = f"{firing.rule.label}: {done[action]}; {firing.reason}"
+            for action in firing.rule.actions:
+                done[action] = done.get(action) or await self._do(action)
+            what = ", ".join(done[action] for action in firing.rule.actions)
+            text = f"{firing.rule.label}: {what}; {firing.reason}"
             self.recorder.event(step, EVENT, text)
-            if action == "stop" and self.active:
+            if "stop" in firing.rule.actions and self.active:
                 self.halted = text
         self._firings = []
 

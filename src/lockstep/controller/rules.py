@@ -2,11 +2,11 @@
 
 A rule is one sentence, read and checked when the recipe is loaded:
 
-    raise_correction when mismatch/lag0/f2 > 0.01 for 3 steps
+    raise_correction, lower_staleness when mismatch/lag0/f2 > 0.01 for 3 steps
     stop when reward/mean < 0.5 x early and (policy/entropy rising or rollout/truncated > 0.5)
     drift: warn when 2 of (mismatch/k3 rising over 20 steps, mismatch/ess falling, mismatch/f2 > 4 x early)
 
-    rule      = [name ":"] action "when" condition ["for" N "steps"]
+    rule      = [name ":"] action {"," action} "when" condition ["for" N "steps"]
     condition = all {"or" all}             all = test {"and" test}
     test      = metric comparison | "(" condition ")" | N "of" "(" condition {"," condition} ")"
     comparison = (">" | ">=" | "<" | "<=") number ["x" "early"] | ("rising" | "falling") ["over" N "steps"]
@@ -171,7 +171,7 @@ def widest(windows: Iterable[Mapping[str, int]]) -> dict[str, int]:
 class Rule:
     text: str  # as written: what events and a resumed run know it by
     name: str  # "" if it has none
-    action: str  # a key of ACTIONS
+    actions: tuple[str, ...]  # keys of ACTIONS
     condition: Condition
     steps: int = 1  # in a row that the condition must hold
 
@@ -207,14 +207,12 @@ class _Reader:
 
     def rule(self) -> Rule:
         name = self._take_name()
-        action = self._take()
-        if action not in ACTIONS:
-            raise ConfigError(unknown("action", action, list(ACTIONS)))
+        actions = tuple(self._list(",", self._action))
         self._expect("when")
         condition = self._condition()
         steps = self._steps() if self._accept("for") else 1
         self._expect(END)
-        return Rule(text=self._text, name=name, action=action, condition=condition, steps=steps)
+        return Rule(text=self._text, name=name, actions=actions, condition=condition, steps=steps)
 
     def _take_name(self) -> str:
         if self._words[1:2] != [":"]:
@@ -223,6 +221,12 @@ class _Reader:
         self._expect(":")
         return name
 
+    def _action(self) -> str:
+        action = self._take()
+        if action not in ACTIONS:
+            raise ConfigError(unknown("action", action, list(ACTIONS)))
+        return action
+
     def _condition(self) -> Condition:
         return _among(1, self._list("or", self._all))
 
@@ -230,7 +234,7 @@ class _Reader:
         tests = self._list("and", self._test)
         return _among(len(tests), tests)
 
-    def _list(self, separator: str, read: Callable[[], Condition]) -> list[Condition]:
+    def _list(self, separator: str, read: Callable[[], T]) -> list[T]:
         found = [read()]
         while self._accept(separator):
             found.append(read())

@@ -27,10 +27,10 @@ def seen(rule: Rule, **series: list[float]) -> bool:
 
 
 def test_a_rule_says_what_to_do_and_when() -> None:
-    rule = parse("drift: stop when mismatch/k3 > 1e-2 and (mismatch/f2 rising or mismatch/ess < 0.9) for 3 steps")
+    rule = parse("drift: stop, warn when mismatch/k3 > 1e-2 and (mismatch/f2 rising or mismatch/ess < 0.9) for 3 steps")
     either = Among(1, (Trend("mismatch/f2", True, 10), Comparison("mismatch/ess", "<", 0.9, False)))
     assert rule.condition == Among(2, (Comparison("mismatch/k3", ">", 0.01, False), either))
-    assert (rule.name, rule.label, rule.action, rule.steps) == ("drift", "drift", "stop", 3)
+    assert (rule.name, rule.label, rule.actions, rule.steps) == ("drift", "drift", ("stop", "warn"), 3)
 
 
 def test_and_binds_closer_than_or() -> None:
