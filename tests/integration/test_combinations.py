@@ -16,6 +16,13 @@ CASES = {
     "dapo, several updates": ['algorithm.surrogate="dapo"', "learner.mini_steps=2", "learner.epochs=2"],
     "ppo with a value head": ['algorithm.surrogate="ppo"', "learner.mini_steps=2"],
     "no correction": ['algorithm.correction="none"'],
+    "bands around sequences": ['algorithm.surrogate="tbpo"', "learner.mini_steps=2"],
+    "a weight and a veto": [
+        'algorithm.surrogate="acr"',
+        'algorithm.correction=["tis", "veto"]',
+        "learner.mini_steps=2",
+    ],
+    "batch-wide advantages": ['algorithm.surrogate="reinforce_pp"', 'algorithm.correction="icepop"'],
     "muon": ['learner.optimiser="muon"', "learner.learning_rate=1e-3"],
     "recomputed activations": ["learner.activation_checkpointing=true", "learner.micro_tokens=64"],
     "ahead by one": ["train.max_staleness=1"],

@@ -61,13 +61,18 @@ class Recipe(Config):
 
     @model_validator(mode="after")
     def _can_learn(self) -> Recipe:
-        """Combinations that would run to the end and teach nothing."""
+        """Combinations that would run to the end and teach nothing, or something else than their names say."""
         advantage = self.algorithm.advantage_plugin
         compares = advantage.cls.scope == "group" and not self.algorithm.needs_values  # type: ignore[attr-defined]
         if self.train.group_size == 1 and compares:
             raise ValueError(
                 f"train.group_size = 1: the advantage {advantage.name!r} compares answers to the same prompt, "
                 "so every one would be 0; use 2 or more"
+            )
+        if self.algorithm.companions.one_update and self.learner.num_updates > 1:
+            raise ValueError(
+                f"the surrogate {self.algorithm.surrogate.name!r} makes one update per step: set learner.mini_steps and "
+                "learner.epochs to 1, or take one that clips, such as 'grpo'"
             )
         if self.warmup and self.warmup.control and not self.eval.samples:
             raise ValueError("warmup.control = true needs an evaluation to compare: set eval.samples above 0")

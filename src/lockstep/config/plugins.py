@@ -13,7 +13,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
-from importlib.util import module_from_spec, spec_from_file_location
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -25,7 +25,9 @@ from lockstep.config.base import ConfigError
 
 def choices(package: str) -> list[str]:
     """Names that can be chosen from a folder: its public modules. Folders inside it hold shared parts."""
-    path = import_module(package).__path__
+    spec = find_spec(package)  # where it is, without running it
+    assert spec is not None, package
+    path = spec.submodule_search_locations
     return sorted(m.name for m in pkgutil.iter_modules(path) if not m.ispkg and not m.name.startswith("_"))
 
 
@@ -144,5 +146,6 @@ def _check(cls: type, name: str, options: dict[str, Any]) -> dict[str, Any]:
         made = TypeAdapter(cls).validate_python(options)
     except ValidationError as error:
         first = error.errors()[0]
-        raise ConfigError(f"{name}.{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+        place = ".".join([name, *map(str, first["loc"])])
+        raise ConfigError(f"{place}: {first['msg'].removeprefix('Value error, ')}") from None
     return {key: getattr(made, key) for key in options}

@@ -24,6 +24,10 @@ class IcePop:
     high: PositiveFloat = 5.0
     """β: the largest."""
 
+    def __post_init__(self) -> None:
+        if self.low > self.high:
+            raise ValueError(f"low = {self.low:g} is above high = {self.high:g}: every token would be rejected")
+
     @property
     def cap(self) -> float:
         return math.inf

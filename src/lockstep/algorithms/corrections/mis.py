@@ -24,6 +24,10 @@ class MIS:
     low: NonNegativeFloat = 0.0
     """The smallest one. Above 0 it rejects almost every long answer."""
 
+    def __post_init__(self) -> None:
+        if self.low > self.high:
+            raise ValueError(f"low = {self.low:g} is above high = {self.high:g}: every sequence would be rejected")
+
     @property
     def cap(self) -> float:
         return math.inf
