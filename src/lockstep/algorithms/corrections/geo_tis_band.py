@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 from pydantic import Field
 from torch import Tensor
 
-from lockstep.algorithms.segments import seq_mean
+from lockstep.algorithms.segments import bounded_exp, seq_mean
 from lockstep.types import Batch
 
 
@@ -22,5 +21,5 @@ class GeoTisBand:
     """c: the largest weight; the smallest is 1/c."""
 
     def __call__(self, batch: Batch) -> Tensor:
-        log_c = math.log(self.cap)
-        return seq_mean(batch.logp_prox - batch.logp_behav, batch).clamp(-log_c, log_c).exp()
+        w = bounded_exp(seq_mean(batch.logp_prox - batch.logp_behav, batch))
+        return w.clamp(1 / self.cap, self.cap)  # after exp: the same weight, and exactly c where it is truncated
