@@ -9,6 +9,7 @@ from pydantic import model_validator
 from lockstep.algorithms.corrections._product import Product
 from lockstep.algorithms.objective import Objective
 from lockstep.algorithms.pieces import Advantage, Companions, NamedCorrection
+from lockstep.algorithms.reference import KLConfig, Penalty
 from lockstep.algorithms.rules import refusal
 from lockstep.config import Config, Plugin, plugin
 
@@ -34,6 +35,8 @@ class AlgorithmConfig(Config):
     """An answer cut off by the token limit: left out of training and of its group's mean, or kept as judged."""
     value_coef: float = 0.5
     """Weight of the value head's loss, for advantages that need one."""
+    kl: KLConfig | None = None
+    """Keeps the policy near a reference model; unset: there is none."""
 
     @model_validator(mode="after")
     def _says_what_it_is(self) -> AlgorithmConfig:
@@ -88,13 +91,22 @@ class AlgorithmConfig(Config):
     def build_advantage(self) -> Advantage:
         return self.advantage_plugin.build()
 
+    def build_penalty(self) -> Penalty | None:
+        """What goes off the reward, if anything does."""
+        if self.kl is None or self.kl.where == "loss":
+            return None
+        return Penalty(self.kl.estimator.build(), self.kl.coef)
+
     def build_objective(self) -> Objective:
         corrections = self._build_corrections()
+        kl = self.kl if self.kl and self.kl.where == "loss" else None
         return Objective(
             surrogate=self.surrogate.build(),
             correction=corrections[0] if len(corrections) == 1 else Product(corrections),
             reduction=self.reduction_plugin.build(),
             value_coef=self.value_coef if self.needs_values else 0.0,
+            kl=kl.estimator.build() if kl else None,
+            kl_coef=kl.coef if kl else 0.0,
         )
 
     def _build_corrections(self) -> tuple[NamedCorrection, ...]:

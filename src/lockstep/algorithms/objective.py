@@ -1,4 +1,4 @@
-"""objective = reduce(correction · surrogate): the one place where the pieces meet."""
+"""objective = reduce(correction · (surrogate + coef·kl)): the one place where the pieces meet."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lockstep.algorithms.pieces import Correction, Reduction, Surrogate
+from lockstep.algorithms.reference import KL
 from lockstep.types import Batch
 
 
@@ -19,6 +20,8 @@ class Objective:
     correction: Correction
     reduction: Reduction
     value_coef: float = 0.0
+    kl: KL | None = None  # of the loss
+    kl_coef: float = 0.0
 
     def __call__(self, logp: Tensor, value: Tensor | None, batch: Batch) -> Part:
         if self.surrogate.companions.prox_now:  # for the correction too: w is of the same ℓp
@@ -26,9 +29,13 @@ class Objective:
         weight = self.correction(batch)
         accepted = batch.mask & (weight != 0)
         share, count = self.reduction(batch, batch.mask if self.reduction.count_rejected else accepted)
-        loss = share * torch.where(accepted, weight * self.surrogate(logp, batch), 0.0)
+        surrogate = loss = share * torch.where(accepted, weight * self.surrogate(logp, batch), 0.0)
+        if self.kl is not None:
+            assert batch.logp_ref is not None, "a KL term needs the reference's log-probs"
+            kl = self.kl_coef * self.kl(logp, batch.logp_ref)
+            loss = surrogate + share * torch.where(accepted, weight * kl, 0.0)
         squared = torch.zeros_like(loss) if value is None else share * value_error(value, batch)
-        return Part(loss.sum(), squared.sum(), count, weight)
+        return Part(loss.sum(), surrogate.sum(), squared.sum(), count, weight)
 
     def total(self, part: Part) -> Tensor:
         """What backward is called on; still to be divided by the update's count."""
@@ -40,6 +47,7 @@ class Part:
     """One micro-batch's sums, not yet divided."""
 
     loss: Tensor
+    surrogate: Tensor  # the loss without its KL term: it has no gradient where it clips
     value_loss: Tensor
     count: Tensor  # what it adds to the denominator
     weight: Tensor  # [N] of the correction

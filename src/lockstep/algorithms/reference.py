@@ -6,6 +6,7 @@ answer's sampled tokens, before the advantage.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal, Protocol
 
 from pydantic import Field, model_validator
@@ -24,6 +25,17 @@ class KL(Protocol):
     def __call__(self, logp: Tensor, logp_ref: Tensor) -> Tensor:
         """ℓ and ℓref of any one shape, to an estimate for each token."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class Penalty:
+    """coef·Σ k(ℓp, ℓref): what an answer's sampled tokens take off its reward."""
+
+    kl: KL
+    coef: float
+
+    def __call__(self, logp_prox: Tensor, logp_ref: Tensor) -> float:
+        return self.coef * self.kl(logp_prox.double(), logp_ref.double()).sum().item()
 
 
 class KLConfig(Config):

@@ -81,9 +81,9 @@ class Checkpoints:
         try:
             await write(aside)
             (aside / "progress.json").write_text(json.dumps(asdict(progress)))
-            _sync([*aside.rglob("*"), aside])
+            force_to_disk([*aside.rglob("*"), aside])
             aside.rename(target)
-            _sync([self.folder])
+            force_to_disk([self.folder])
         except BaseException:
             shutil.rmtree(aside, ignore_errors=True)
             raise
@@ -107,8 +107,8 @@ class Checkpoints:
                 shutil.rmtree(aside)
 
 
-def _sync(paths: Iterable[Path]) -> None:
-    """Forces files and folders to disk: a rename must not become visible before what it names."""
+def force_to_disk(paths: Iterable[Path]) -> None:
+    """Files and folders: a rename must not become visible before what it names."""
     for path in paths:
         descriptor = os.open(path, os.O_RDONLY)
         try:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lockstep.algorithms.pieces import Advantage, Episodes
+from lockstep.algorithms.reference import Penalty
 from lockstep.data.packing import Row, row_of
 from lockstep.types import Group, Trajectory
 
@@ -44,6 +45,19 @@ def why_not(trajectory: Trajectory, truncated: str) -> str | None:
     if not trajectory.logp_behav[trajectory.mask].isfinite().all():
         return "refused"
     return "truncated" if trajectory.truncated and truncated == "mask" else None
+
+
+def penalise(group: Judged, penalty: Penalty) -> Judged:
+    """Every scored answer pays for its distance from the reference."""
+    return replace(
+        group, rewards=tuple(R - _toll(row, penalty) for row, R in zip(group.rows, group.rewards, strict=True))
+    )
+
+
+def _toll(row: Row, penalty: Penalty) -> float:
+    assert row.logp_prox is not None
+    assert row.logp_ref is not None
+    return penalty(row.logp_prox[row.mask], row.logp_ref[row.mask])
 
 
 def with_advantages(groups: Sequence[Judged], advantage: Advantage) -> list[Row]:

@@ -67,7 +67,7 @@ def load(config: ModelConfig, *, dtype: torch.dtype, device: torch.device, seed:
             parameter.data = parameter.data.to(dtype)
     else:
         with _quietly():
-            module, tokenizer = _load_module(config.path, dtype), _load_tokenizer(config.path)
+            module, tokenizer = _load_module(config.path, dtype), load_tokenizer(config.path)
     nn.Module.to(module, device)
     return Loaded.of(module, tokenizer)
 
@@ -122,7 +122,7 @@ def _refuse_incomplete(path: str, info: Mapping[str, Any]) -> None:
         raise ConfigError(f"the checkpoint at {path!r} is not whole: {', '.join(wrong[:3])}{more}")
 
 
-def _load_tokenizer(path: str) -> PreTrainedTokenizerBase:
+def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     try:
         return AutoTokenizer.from_pretrained(path)
     except Exception as error:  # as above
@@ -135,13 +135,13 @@ def save(folder: Path, loaded: Loaded, weights: Mapping[str, Tensor]) -> None:
     The learner has changed its own module (attention, head, config), so it is saved through the shell.
     OSError with the folder if the disk is full.
     """
-    with _quietly(), _system_errors(folder):
+    with _quietly(), system_errors(folder):
         loaded.shell.save_pretrained(folder, state_dict=dict(weights))
         loaded.tokenizer.save_pretrained(folder)
 
 
 @contextmanager
-def _system_errors(folder: Path) -> Iterator[None]:
+def system_errors(folder: Path) -> Iterator[None]:
     """safetensors and tokenizers, written in Rust, raise errors of their own that end in `(os error 28)`."""
     try:
         yield

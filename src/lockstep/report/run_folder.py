@@ -6,6 +6,7 @@ runs/NAME/config.json          the resolved config
           samples.jsonl        one answer a line: prompt, text, reward, parts, reasons, stop reason, length
           events.jsonl         {"step": 40, "time": 80.1, "wall": ..., "kind": "checkpoint", "text": "..."}
           checkpoints/step-000040/, checkpoints/best
+          reference/           the model before the first step, where a KL term holds the policy to it
           plots/*.png, report.html, tensorboard/
 """
 

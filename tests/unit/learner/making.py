@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,9 +12,12 @@ from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM, Qwen3Mo
 
 from lockstep.algorithms.config import AlgorithmConfig
 from lockstep.learner.config import LearnerConfig
+from lockstep.learner.parallel import full_weights
 from lockstep.learner.step import LearnerCore
-from lockstep.models import varlen
+from lockstep.models import loading, varlen
 from lockstep.models.head import install_head
+from lockstep.models.loading import Loaded
+from lockstep.models.tiny import byte_tokenizer
 from lockstep.types import Group, Sample, StopReason, Trajectory, Verdict
 
 VOCAB = 53
@@ -41,6 +46,14 @@ def make_module(with_value: bool = False, tied: bool = True, seed: int = 0, expe
     )
     install_head(module, with_value)
     return module
+
+
+def make_checkpoint(folder: Path, seed: int = 0, experts: bool = False) -> str:
+    """What `make_core` with the same seed starts from, as a Hugging Face checkpoint."""
+    module = make_module(seed=seed, experts=experts)
+    plain = type(module)(copy.deepcopy(module.config))  # a head is no part of a checkpoint
+    loading.save(folder, Loaded.of(plain, byte_tokenizer()), full_weights(module, torch.float32))
+    return str(folder)
 
 
 def make_core(
