@@ -98,6 +98,36 @@ def generate(
 
 
 @app.command()
+def export(
+    checkpoint: Annotated[
+        str, typer.Argument(help="a run (its best checkpoint is taken), or a Hugging Face checkpoint")
+    ],
+    out: Annotated[Path, typer.Argument(help="folder to make")],
+    precision: Annotated[str, typer.Option(help="int8_w8a8, fp8_w8a8, w4a16 or w4a8")],
+) -> None:
+    """Write a checkpoint in low bits (compressed-tensors), for vLLM and transformers to load.
+
+    A run's codes are made from its float32 master weights: the very codes it sampled with in that precision. The
+    high-precision checkpoint is the folder you started from. To load the result with transformers,
+    `pip install compressed-tensors`.
+
+    Example: `lockstep export runs/quickstart quickstart-w4a16 --precision w4a16`
+    """
+    from lockstep.assembly.export import FORMATS, export
+    from lockstep.cli.inference import resolve_checkpoint
+    from lockstep.config import Plugin
+
+    done = export(resolve_checkpoint(checkpoint), out, Plugin(package=FORMATS, name=precision))
+    source = "master weights" if done.from_masters else "weights"
+    console.print(
+        f"wrote {out}: {done.num_layers} layers in {precision} from the checkpoint's {source}, "
+        f"{done.num_bytes / 2**20:.1f} MiB; {done.readers} can load it",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+@app.command()
 def report(
     runs: Annotated[list[Path], typer.Argument(help="one run, or several to compare")],
     out: Annotated[Path, typer.Option(help="where a comparison is written")] = Path("comparison.html"),
@@ -123,6 +153,34 @@ def recipes(
         return
     for path in recipe_files.packaged():
         console.print(f"[bold]{path.stem:16}[/bold] {recipe_files.first_comment(path)}", highlight=False)
+
+
+def _explainable(incomplete: str) -> list[str]:
+    from lockstep.cli.explainable import names
+
+    return [name for name in names() if name.startswith(incomplete)]
+
+
+@app.command()
+def explain(
+    name: Annotated[
+        str | None,
+        typer.Argument(help="a method, preset or metric; all are listed without it", autocompletion=_explainable),
+    ] = None,
+) -> None:
+    """Explain a method: its equation, options and defaults, what it goes with and refuses, its paper and its code.
+
+    Knows surrogates, corrections, advantages, reductions, KL estimators, low-bit formats, optimisers, presets, metrics.
+
+    Examples:
+
+    * `lockstep explain`
+    * `lockstep explain tbpo`
+    * `lockstep explain mismatch/k3`
+    """
+    from lockstep.cli.explain import explain
+
+    explain(name, console)
 
 
 @app.command()

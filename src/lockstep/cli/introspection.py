@@ -30,13 +30,17 @@ class Key:
     meaning: str
 
 
-def packages(model: type[BaseModel] = Recipe) -> list[str]:
-    """The folders that recipes pick plug-ins from."""
-    found: list[str] = []
-    for info in model.model_fields.values():
+def recipe_keys(model: type[BaseModel] = Recipe, prefix: str = "") -> dict[str, str]:
+    """The folders that recipes pick plug-ins from, each with the key that picks: "algorithm.surrogate"."""
+    found: dict[str, str] = {}
+    for key, info in model.model_fields.items():
         package, inner = package_of(info), inner_model(info)
-        found += [package] if package else packages(inner) if inner else []
+        found |= {package: prefix + key} if package else recipe_keys(inner, f"{prefix}{key}.") if inner else {}
     return found
+
+
+def packages() -> list[str]:
+    return list(recipe_keys())
 
 
 def package_of(info: FieldInfo) -> str | None:

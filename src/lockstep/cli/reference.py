@@ -27,9 +27,10 @@ from lockstep.cli.introspection import (
     type_name,
 )
 from lockstep.cli.markdown import escape, rows, sentence
+from lockstep.cli.method_pages import METHOD_PAGES
 from lockstep.config import choices
 from lockstep.config.plugins import load_class
-from lockstep.metrics import METRICS
+from lockstep.metrics import METRICS, PARTS, Metric
 
 _BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 
@@ -40,7 +41,8 @@ Generated from the config models by `make docs`; do not edit.
 
 A recipe is a TOML file with the tables below. Any key can be set on the command line, in TOML's own syntax:
 `lockstep train quickstart train.steps=50 learner.optimiser=muon`. An unknown key is an error that names the nearest
-one. `lockstep train RECIPE --dry-run` prints every key with the value it resolves to, and an estimate of memory.
+one. `lockstep train RECIPE --dry-run` prints every key with the value it resolves to and where that came from, and
+estimates memory. `preset` names a paper's settings to start from ([algorithms/presets.md](algorithms/presets.md)).
 
 Where the type is *plug-in*, the value is the name of a file in the folder named below, or a table with `name` and
 that file's options: `surrogate = "dapo"` or `surrogate = {name = "dapo", high = 0.27}`. A name with a colon is a class
@@ -53,13 +55,26 @@ _METRICS_INTRO = """\
 Generated from `lockstep.metrics` by `make docs`; do not edit.
 
 What a run writes to `metrics.jsonl` and TensorBoard, one row per step. The names are stable. A `*` stands for a
-family: `mismatch/f2` is F(2), `reward/part/correct` the part of the reward called `correct`. The last column says
-what a run in good order looks like; `report.html` flags what must be 0 and is not, a lag above `max_staleness`, a
-`mismatch/k3` of 1e-3 or more though `max_staleness` is 0, a `rollout/truncated` that rose above 0.5, and values that
-are not finite.
+family: `mismatch/f2` is F(2), `reward/part/correct` the part of the reward called `correct`. The last columns say
+what a run in good order looks like, and what it means if it does not; `report.html` flags what must be 0 and is not, a
+lag above `max_staleness`, a `mismatch/k3` of 1e-3 or more though `max_staleness` is 0, a `rollout/truncated` that rose
+above 0.5, and values that are not finite.
 
 Symbols: *l_behav* is the log-prob the sampler gave a token when it drew it, *l_prox* the one the learner gave it at the
 start of the step that consumed it, both at the sampling temperature; w = exp(l_prox − l_behav).
+"""
+
+_PARTS = """
+## Of which tokens
+
+Names marked ▤ are figures of all sampled tokens of a step. Each is also logged for parts of them, with the part's name
+before its own: `mismatch/k3`, `mismatch/lag0/k3`, `policy/adv_neg/clip_high`. The number in a part's name is its lower
+bound: `pos64` ends where `pos128` begins. Every token is in one part of each kind, so the parts of a kind add up to the
+whole; a part without tokens is not logged. What drives decisions reads `lag0`, where sampler and learner had the same
+weights and all that is left is mismatch.
+
+| Part | Tokens |
+|---|---|
 """
 
 
@@ -79,8 +94,14 @@ def config_page() -> str:
 
 
 def metrics_page() -> str:
-    lines = [f"| `{metric.name}` | {sentence(metric.meaning)} | {escape(metric.healthy)} |" for metric in METRICS]
-    return "\n".join([_METRICS_INTRO, "| Name | Meaning | Healthy |", "|---|---|---|", *lines, ""])
+    head = ["| Name | | Meaning | Healthy | Unhealthy |", "|---|---|---|---|---|"]
+    parts = [f"| `{part.name}` | {sentence(part.meaning)} |\n" for part in PARTS]
+    return "\n".join([_METRICS_INTRO, *head, *map(_metric, METRICS), _PARTS]) + "".join(parts)
+
+
+def _metric(metric: Metric) -> str:
+    cells = (sentence(metric.meaning), escape(metric.healthy), escape(metric.unhealthy))
+    return f"| `{metric.name}` | {'▤' if metric.parted else ''} | {' | '.join(cells)} |"
 
 
 def recipe_tables(model: type[BaseModel] = Recipe, name: str = "", about: str = "") -> Iterator[Table]:
@@ -133,12 +154,13 @@ def _field_type(info: FieldInfo) -> str:
     return f"{name} {bounds}".strip() + unset
 
 
-PAGES = {"config.md": config_page, "metrics.md": metrics_page}
+PAGES = {"config.md": config_page, "metrics.md": metrics_page} | METHOD_PAGES
 
 
 def main(arguments: Sequence[str]) -> None:
     (folder,) = arguments
     for name, page in PAGES.items():
+        Path(folder, name).parent.mkdir(exist_ok=True)
         Path(folder, name).write_text(page(), encoding="utf-8")
 
 

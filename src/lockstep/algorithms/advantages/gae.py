@@ -18,7 +18,9 @@ class GAE:
     scope: ClassVar[str] = "group"
     needs_values: ClassVar[bool] = True
     gamma: float = 1.0
+    """γ: how much less a reward is worth one token earlier."""
     lam: float = 1.0
+    """λ: 1 trusts the rewards that came, 0 the value head's prediction of them."""
 
     def __call__(self, episodes: Episodes) -> Tensor:
         V, seq = episodes.values, episodes.seq.tolist()

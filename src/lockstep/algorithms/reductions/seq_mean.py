@@ -15,6 +15,7 @@ class SeqMean:
     """Σ_seq (Σ m·x / L) / number of sequences with a token"""
 
     count_rejected: bool = True
+    """Whether what a correction rejected stays in the denominator."""
 
     def __call__(self, batch: Batch, counted: Tensor) -> tuple[Tensor, Tensor]:
         L = seq_count(counted, batch)

@@ -15,6 +15,7 @@ class SeqMeanTokenSum:
     """Σ m·x / number of sequences with a token"""
 
     count_rejected: bool = True
+    """Whether what a correction rejected stays in the denominator."""
 
     def __call__(self, batch: Batch, counted: Tensor) -> tuple[Tensor, Tensor]:
         return counted.float(), (seq_count(counted, batch) > 0).sum()

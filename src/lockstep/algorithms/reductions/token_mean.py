@@ -14,6 +14,7 @@ class TokenMean:
     """Σ m·x / Σ m"""
 
     count_rejected: bool = True
+    """Whether what a correction rejected stays in the denominator."""
 
     def __call__(self, batch: Batch, counted: Tensor) -> tuple[Tensor, Tensor]:
         m = counted.float()

@@ -15,7 +15,9 @@ class TokenSumNorm:
     """Σ m·x / (B·horizon)"""
 
     horizon: int = 1024
+    """What a sequence counts, however long it is: usually the longest answer."""
     count_rejected: bool = True
+    """Whether what a correction rejected stays in the denominator."""
 
     def __call__(self, batch: Batch, counted: Tensor) -> tuple[Tensor, Tensor]:
         return counted.float(), (seq_count(counted, batch) > 0).sum() * self.horizon
