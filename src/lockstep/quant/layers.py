@@ -39,6 +39,8 @@ def quantized_layers(module: PreTrainedModel, keep: Sequence[str] = ()) -> list[
     ValueError for a weight that cannot be quantized, and for a pattern that matches nothing.
     """
     weights = list(_decoder_weights(module))
+    if not weights:
+        raise ValueError(f"cannot quantize {type(module).__name__}: found no decoder layers in it")
     for pattern in keep:
         if not any(fnmatch(name, pattern) for name, _ in weights):
             raise ValueError(f"no weight of the decoder layers matches {pattern!r}; one is {weights[0][0]!r}")
@@ -78,7 +80,7 @@ def _refuse_split_experts(layers: Sequence[QuantizedLayer]) -> None:
 def is_fused_experts(module: nn.Module) -> bool:
     """[E, 2·I, H] and [E, H, I] without biases, in a class that takes expert functions from transformers' registry.
 
-    GPT-OSS and Llama 4, which store experts transposed, are not.
+    Those of GPT-OSS and Llama 4, which are stored transposed, are not.
     """
     shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
     if set(shapes) != set(FUSED_EXPERTS) or not hasattr(module, "_apply_gate"):

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from lockstep.quant.encoded import Encoded
 from lockstep.quant.format import Format, Input, checked_input, checked_weight
+from lockstep.quant.kernels import encode
 from lockstep.quant.kernels.reference import (
     quantize_blocks_fp8,
-    quantize_groups_fp8,
     quantize_rows_fp8,
     spread,
     spread_blocks,
@@ -38,7 +38,7 @@ class FP8W8A8(Format):
         return (weight.codes.float() * scales).to(dtype)
 
     def encode_input(self, x: Tensor) -> Input:
-        return checked_input(*(quantize_groups_fp8(x) if self.block else quantize_rows_fp8(x)))
+        return checked_input(*encode("quantize_groups_fp8" if self.block else "quantize_rows_fp8", x))
 
     def decode_input(self, x: Input, dtype: torch.dtype) -> Tensor:
         codes, scales = x

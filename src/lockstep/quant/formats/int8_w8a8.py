@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lockstep.quant.encoded import Encoded
 from lockstep.quant.format import Format, Input, checked_input, checked_weight
+from lockstep.quant.kernels import encode
 from lockstep.quant.kernels.reference import quantize_rows_int8
 
 
@@ -30,7 +31,7 @@ class INT8W8A8(Format):
         return (weight.codes.float() * weight.scales[..., None]).to(dtype)
 
     def encode_input(self, x: Tensor) -> Input:
-        return checked_input(*quantize_rows_int8(x))
+        return checked_input(*encode("quantize_rows_int8", x))
 
     def decode_input(self, x: Input, dtype: torch.dtype) -> Tensor:
         codes, scales = x

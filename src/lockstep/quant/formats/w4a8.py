@@ -10,12 +10,11 @@ from torch import Tensor
 
 from lockstep.quant.encoded import Encoded
 from lockstep.quant.format import Format, Input, checked_input, checked_weight
+from lockstep.quant.kernels import encode
 from lockstep.quant.kernels.reference import (
     dequantize_int4,
     pack_int4,
     quantize_groups_int4,
-    quantize_rows_fp8,
-    quantize_rows_int8,
 )
 
 
@@ -38,7 +37,7 @@ class W4A8(Format):
         return dequantize_int4(weight.codes, weight.scales, weight.shape[-1]).to(dtype)
 
     def encode_input(self, x: Tensor) -> Input:
-        return checked_input(*(quantize_rows_int8(x) if self.inputs == "int8" else quantize_rows_fp8(x)))
+        return checked_input(*encode(f"quantize_rows_{self.inputs}", x))
 
     def decode_input(self, x: Input, dtype: torch.dtype) -> Tensor:
         codes, scales = x

@@ -1,9 +1,9 @@
 """Which kernel runs what, in one place.
 
-An operation is named like its definition in `reference.py`: `int8_matmul`, `w4a16_matmul`, … A kernel takes the tensors
-of the input, those of the weight and the dtype of the result. With the prefix `grouped_` the weight is [E, ...] and
-`offsets` [E + 1] (int32), which come after the input, say which rows each expert has. To add a kernel, add a line to
-CANDIDATES; tests/parity/test_formats.py then holds it against the reference.
+An operation is named like its definition in `reference.py`. A product (`int8_matmul`, …) takes the tensors of the
+input, those of the weight and the dtype of the result. Its form for experts has the prefix `grouped_`, weights [E, ...]
+and, after the input, `offsets` [E + 1] (int32): which rows each expert has. `quantize_*` turn rows [M, K] into codes
+and scales. To add a kernel, add a line to CANDIDATES; the parity tests then hold it against the reference.
 """
 
 from __future__ import annotations
@@ -13,20 +13,21 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from lockstep.quant.kernels import cpu
 
-Condition = Callable[[Sequence[int], torch.dtype], bool]  # of the weight's shape [..., N, K] and the result's dtype
+Condition: TypeAlias = Callable[[Sequence[int], torch.dtype], bool]
+"""Whether a kernel can: by the weight's shape [..., N, K] (of rows, (K,)) and the dtype of the result (of the rows)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
     name: str  # "cpu.int8_matmul_integer", for the audit
-    run: Callable[..., Tensor]
+    run: Callable[..., Any]
 
 
 def _always(shape: Sequence[int], dtype: torch.dtype) -> bool:
@@ -34,7 +35,7 @@ def _always(shape: Sequence[int], dtype: torch.dtype) -> bool:
 
 
 def _int8_dot(shape: Sequence[int], dtype: torch.dtype) -> bool:
-    return cpu.has_int8_dot()
+    return cpu.has_int8_dot() and shape[-1] > 1  # torch leaves the product over a single input uninitialised
 
 
 def _aligned(shape: Sequence[int], dtype: torch.dtype) -> bool:
@@ -69,16 +70,21 @@ def choose(operation: str, device: str, shape: tuple[int, ...], dtype: torch.dty
     """What runs `operation` on a weight of `shape` on devices of the type `device`."""
     for name, condition in CANDIDATES.get(device, {}).get(operation, ()):
         if condition(shape, dtype):
-            return Kernel(name, _function(name))
+            return load(name)
     if operation.startswith("grouped_"):
         return _expert_by_expert(choose(operation.removeprefix("grouped_"), device, shape, dtype))
-    name = f"reference.{operation}"
-    return Kernel(name, _function(name))
+    return load(f"reference.{operation}")
 
 
-def _function(name: str) -> Callable[..., Tensor]:
+def encode(operation: str, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes and scales of rows [M, K]."""
+    return choose(operation, x.device.type, x.shape[1:], x.dtype).run(x)
+
+
+def load(name: str) -> Kernel:
+    """`module.function` of this folder. Imported when asked for: triton exists only beside a GPU."""
     module, _, function = name.rpartition(".")
-    return getattr(import_module(f"{__name__}.{module}"), function)
+    return Kernel(name, getattr(import_module(f"{__name__}.{module}"), function))
 
 
 def _expert_by_expert(kernel: Kernel) -> Kernel:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lockstep.quant.kernels import reference
 from lockstep.quant.kernels.reference import GROUP, spread, spread_blocks
 
 EXACT_K = 1024  # 1024 · 127² < 2**24: up to here a float32 sum of products of int8 codes is exact in any order
@@ -75,19 +76,24 @@ def w4a8_matmul_fp8(xq: Tensor, sx: Tensor, packed: Tensor, scales: Tensor, dtyp
 
 
 def fp8_to_float(codes: Tensor) -> Tensor:
-    """e4m3 to float32, exactly, 20 times faster than `.float()`: its bits are a float16's with the exponent off by 8.
+    """e4m3 to float32, exactly, some ten times faster than `.float()`: a float16's bits with the exponent off by 8.
 
     Not for NaN codes, which the formats refuse to make.
     """
-    bits = codes.view(torch.int8).to(torch.int16)  # the sign is in the upper byte now
-    return ((bits & -32768) | ((bits & 127) << 7)).view(torch.float16).float().mul_(256)
+    bits = codes.view(torch.int8).to(torch.int16)  # extends the sign, which is then in its place
+    magnitude = (bits & 127).bitwise_left_shift_(7)
+    return bits.bitwise_and_(-32768).bitwise_or_(magnitude).view(torch.float16).float().mul_(256)
 
 
 def unpack_int4(packed: Tensor, K: int) -> Tensor:
-    """As the reference, two codes at a time: a byte becomes an int16 whose bytes are the codes, even k first."""
-    pairs = packed.to(torch.int16)
-    codes = ((pairs & 15) | ((pairs & 240) << 4)).view(torch.int8).sub_(8)
-    return codes[..., :K]
+    """As the reference; whole groups in three passes, without joining their halves."""
+    if K % GROUP:
+        return reference.unpack_int4(packed, K)
+    groups = packed.unflatten(-1, (-1, GROUP // 2))
+    codes = torch.empty(*groups.shape[:-1], 2, GROUP // 2, dtype=torch.uint8)
+    torch.bitwise_and(groups, 15, out=codes[..., 0, :])
+    torch.bitwise_right_shift(groups, 4, out=codes[..., 1, :])
+    return codes.view(torch.int8).sub_(8).flatten(-3)
 
 
 def _scaled_int4(packed: Tensor, scales: Tensor, K: int) -> Tensor:

@@ -1,0 +1,73 @@
+"""Encoded weights: packing, and what is copied, counted and compared."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lockstep.quant.format import Format
+from lockstep.quant.kernels import cpu, reference
+from quant_support import all_formats
+
+formats = pytest.mark.parametrize("format", all_formats(), ids=str)
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 10**6), K=st.integers(1, 400), lead=st.sampled_from([(1,), (3,), (2, 3)]))
+def test_packed_codes_come_back(seed: int, K: int, lead: tuple[int, ...]) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    codes = torch.randint(-7, 8, (*lead, K), dtype=torch.int8, generator=generator)
+    packed = reference.pack_int4(codes)
+    assert packed.dtype == torch.uint8
+    assert packed.shape == (*lead, (K + 1) // 2)
+    assert torch.equal(reference.unpack_int4(packed, K), codes)
+    assert torch.equal(cpu.unpack_int4(packed, K), codes)
+
+
+def test_the_fast_conversion_of_fp8_is_exact() -> None:
+    every = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    finite = every[~every.float().isnan()]
+    assert len(finite) == 254
+    assert torch.equal(cpu.fp8_to_float(finite), finite.float())
+
+
+@formats
+@pytest.mark.parametrize("inputs", [256, 131])
+def test_changed_counts_codes(format: Format, inputs: int) -> None:
+    """Three codes of one output channel, moved by far more than a rounding."""
+    weight = torch.full((1, 4, inputs), 0.5)
+    weight[..., 0] = 1.0  # the largest of its group: scales stay
+    weight[..., 128] = 1.0
+    before = format.quantize(weight)
+    weight[0, 2, [5, 40, 100]] = -0.5
+    after = format.quantize(weight)
+    assert float(before.changed(after)) == pytest.approx(3 / (4 * inputs))
+    assert float(before.changed(before)) == 0.0
+    assert not before.same_bytes(after)
+
+
+@formats
+def test_copy_in_place_is_byte_for_byte(format: Format) -> None:
+    old, new = format.quantize(torch.randn(2, 8, 130)), format.quantize(torch.randn(2, 8, 130))
+    shared = old.codes
+    old.copy_(new)
+    assert old.same_bytes(new)
+    assert shared.data_ptr() == old.codes.data_ptr() != new.codes.data_ptr()
+    with pytest.raises(ValueError, match="does not fit"):
+        old.copy_(format.quantize(torch.randn(8, 130)))
+
+
+@formats
+def test_bytes_of_a_large_weight(format: Format) -> None:
+    encoded = format.quantize(torch.randn(256, 1024))
+    bits = 8 * encoded.num_bytes / (256 * 1024)
+    assert format.bits <= bits <= format.bits * 1.07
+    assert encoded.scales.dtype == torch.float32
+
+
+@formats
+def test_quantizing_takes_masters_of_any_precision(format: Format) -> None:
+    weight = torch.randn(8, 140).bfloat16()
+    assert format.quantize(weight).same_bytes(format.quantize(weight.float()))
