@@ -16,10 +16,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from lockstep.algorithms.diagnostics import Tally, explained, tally_mismatch
+from lockstep.algorithms.diagnostics import Tally, explained, tally_entropy, tally_mismatch
 from lockstep.algorithms.objective import Objective
 from lockstep.algorithms.pieces import Advantage
-from lockstep.data.packing import Packer, Row
+from lockstep.data.packing import Packer, Row, collate
 from lockstep.learner.config import LearnerConfig
 from lockstep.learner.rows import Judged, split, with_advantages
 from lockstep.learner.updates import Applied, Updater
@@ -64,7 +64,8 @@ class Streamed:
     def _learn(self, rows: Sequence[Row]) -> None:
         for micro in self._updater.shares(rows):
             batch, scores, part = self._updater.backward(micro, self._objective, self.tally)
-            tally_mismatch(self.tally, batch, part.weight, self._objective.correction.cap, scores.entropy)
+            tally_mismatch(self.tally, batch, scores.places, part.weight, self._objective.correction.cap)
+            tally_entropy(self.tally, batch, scores.entropy)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +100,7 @@ class Replayed:
     def measure(self) -> None:
         self._freeze(self._packer.flush())
         self._rows = with_advantages(self._scored_groups(), self.advantage)
+        self._compare()
 
     def finish(self, skip: bool) -> Outcome:
         minis = split(self._rows, self.config.mini_steps) * self.config.epochs
@@ -108,13 +110,20 @@ class Replayed:
     def _freeze(self, rows: Sequence[Row]) -> None:
         for micro in self.updater.shares(rows):
             batch, scores = self.updater.score(micro)
-            weight = self.objective.correction(batch)
-            tally_mismatch(self.tally, batch, weight, self.objective.correction.cap, scores.entropy)
+            tally_entropy(self.tally, batch, scores.entropy)
             lengths = [len(row) for row in micro]
             values = [None] * len(micro) if scores.value is None else scores.value.cpu().split(lengths)
             for row, logp, value in zip(micro, scores.logp.cpu().split(lengths), values, strict=True):
                 if row in self._place:  # a blank one is not
                     self._frozen[self._place[row]] = Frozen(logp, value)
+
+    def _compare(self) -> None:
+        """Sampler and learner, once the sign of every advantage is known. The host still has all that this takes."""
+        for micro in self.updater.shares(self._rows):
+            batch = collate(micro)
+            places, batch = batch.mask.nonzero().squeeze(1), batch.to(self.updater.ranks.device)
+            weight, cap = self.objective.correction(batch), self.objective.correction.cap
+            tally_mismatch(self.tally, batch, places.to(weight.device), weight, cap)
 
     def _scored_groups(self) -> list[Judged]:
         frozen = self.updater.ranks.merge(self._frozen)

@@ -18,6 +18,7 @@ class Scores:
     logp: Tensor  # [N] float32, log π_θ at the sampling temperature
     entropy: Tensor  # [N] float32, of the distribution the token was drawn from; no gradient
     value: Tensor | None  # [N] float32, of the state before the token
+    places: Tensor  # [M] int64, where the mask is set
 
 
 def score(module: nn.Module, batch: Batch) -> Scores:
@@ -34,4 +35,4 @@ def score(module: nn.Module, batch: Batch) -> Scores:
     with find_head(module).scoring(rows, batch.tokens[places], batch.temperature):
         out = module(input_ids=tokens[None], position_ids=positions[None], use_cache=False, lockstep=packed).logits[0]
     columns = [out.new_zeros(len(batch.tokens)).index_copy(0, places, column) for column in out.unbind(-1)]
-    return Scores(columns[0], columns[1], columns[2] if len(columns) == 3 else None)
+    return Scores(columns[0], columns[1], columns[2] if len(columns) == 3 else None, places)

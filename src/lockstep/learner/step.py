@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lockstep.algorithms.config import AlgorithmConfig
-from lockstep.algorithms.diagnostics import Tally, metrics
+from lockstep.algorithms.diagnostics import metrics
 from lockstep.algorithms.supervised import CROSS_ENTROPY
 from lockstep.config.loading import validate
 from lockstep.data.packing import example_row
@@ -121,7 +121,7 @@ class LearnerCore:
         """One update on worked examples (tokens, mask), outside any step and outside the schedule."""
         self.updater.discard()
         for micro in self.updater.shares([example_row(tokens, mask) for tokens, mask in examples]):
-            self.updater.backward(micro, CROSS_ENTROPY, Tally())
+            self.updater.backward(micro, CROSS_ENTROPY, None)
         applied = self.updater.apply(learning_rate)
         return {"warmup/loss": applied.loss, "warmup/learning_rate": learning_rate}
 

@@ -78,10 +78,11 @@ class Updater:
         scores = score(self.module, batch)
         return replace(batch, logp_prox=scores.logp), scores
 
-    def backward(self, rows: Sequence[Row], objective: Objective, tally: Tally) -> tuple[Batch, Scores, Part]:
+    def backward(self, rows: Sequence[Row], objective: Objective, tally: Tally | None) -> tuple[Batch, Scores, Part]:
         """Adds one micro-batch to the gradient. Rows not scored before get this forward's log-probs as proximal ones.
 
-        The objective is differentiated on its own first: where it has no gradient a token was clipped.
+        The objective is differentiated on its own first: where it has no gradient a token was clipped, which `tally`
+        counts if there is one.
         """
         batch = collate(rows).to(self.ranks.device)
         scores = score(self.module, batch)
@@ -93,8 +94,10 @@ class Updater:
         gradients = torch.autograd.grad(objective.total(part), leaves)
         torch.autograd.backward(outputs, [self.masters.scale(g) for g in gradients])
         self._sums += torch.stack([part.loss, part.value_loss, part.count]).detach()
-        live = batch.mask & (part.weight != 0) & (batch.advantage != 0)
-        tally_clipping(tally, bounded_exp(leaves[0].detach() - batch.logp_prox), gradients[0], live)
+        if tally is not None:
+            live = batch.mask & (part.weight != 0) & (batch.advantage != 0)
+            ratio = bounded_exp(leaves[0].detach() - batch.logp_prox)
+            tally_clipping(tally, batch, scores.places, ratio, gradients[0], live)
         return batch, scores, part
 
     def apply(self, learning_rate: float | None = None) -> Applied:

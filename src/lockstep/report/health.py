@@ -32,7 +32,8 @@ def _order(reading: Reading) -> tuple[int, list[tuple[float, str]]]:
     """Numbers in a name count as numbers: f2 comes before f10."""
     words = re.findall(r"\d+(?:\.\d+)?|\D+", reading.name)
     natural = [(float(word), "") if word[0].isdecimal() else (math.inf, word) for word in words]
-    return METRICS.index(reading.metric) if reading.metric else len(METRICS), natural
+    known = reading.metric in METRICS  # not so a figure of a part of the tokens
+    return METRICS.index(reading.metric) if reading.metric and known else len(METRICS), natural
 
 
 def flag(name: str, series: Series, config: Mapping[str, Any]) -> str:
