@@ -27,6 +27,7 @@ from lockstep.cli.introspection import (
     type_name,
 )
 from lockstep.cli.markdown import escape, rows, sentence
+from lockstep.cli.method_pages import METHOD_PAGES
 from lockstep.config import choices
 from lockstep.config.plugins import load_class
 from lockstep.metrics import METRICS, PARTS, Metric
@@ -40,7 +41,8 @@ Generated from the config models by `make docs`; do not edit.
 
 A recipe is a TOML file with the tables below. Any key can be set on the command line, in TOML's own syntax:
 `lockstep train quickstart train.steps=50 learner.optimiser=muon`. An unknown key is an error that names the nearest
-one. `lockstep train RECIPE --dry-run` prints every key with the value it resolves to, and an estimate of memory.
+one. `lockstep train RECIPE --dry-run` prints every key with the value it resolves to and where that came from, and
+estimates memory. `preset` names a paper's settings to start from ([algorithms/presets.md](algorithms/presets.md)).
 
 Where the type is *plug-in*, the value is the name of a file in the folder named below, or a table with `name` and
 that file's options: `surrogate = "dapo"` or `surrogate = {name = "dapo", high = 0.27}`. A name with a colon is a class
@@ -152,12 +154,13 @@ def _field_type(info: FieldInfo) -> str:
     return f"{name} {bounds}".strip() + unset
 
 
-PAGES = {"config.md": config_page, "metrics.md": metrics_page}
+PAGES = {"config.md": config_page, "metrics.md": metrics_page} | METHOD_PAGES
 
 
 def main(arguments: Sequence[str]) -> None:
     (folder,) = arguments
     for name, page in PAGES.items():
+        Path(folder, name).parent.mkdir(exist_ok=True)
         Path(folder, name).write_text(page(), encoding="utf-8")
 
 
