@@ -1,4 +1,4 @@
-"""The answers a page shows: the first, the last, the best, the worst, those that failed or were cut off."""
+"""The answers a page shows: the first, the last, the best, the worst, those that failed, were cut off or fell apart."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ class _Entry:
     place: int  # line in samples.jsonl
     reward: float | None
     truncated: bool
+    flawed: bool
 
 
 def excerpts(folder: RunFolder, each: int = 24) -> list[Row]:
@@ -25,14 +26,15 @@ def excerpts(folder: RunFolder, each: int = 24) -> list[Row]:
 
 
 def _entry(place: int, row: Row) -> _Entry:
-    return _Entry(place, row["reward"], row["stop_reason"] == "length")
+    return _Entry(place, row["reward"], row["stop_reason"] == "length", bool(row.get("flaws")))
 
 
 def _choose(index: list[_Entry], each: int) -> set[int]:
     judged = sorted((e for e in index if e.reward is not None), key=lambda e: (e.reward, e.place))
     failed = [e for e in index if e.reward is None]
     cut = [e for e in index if e.truncated]
-    kinds = (index[:each], index[-each:], judged[:each], judged[-each:], failed[-each:], cut[-each:])
+    flawed = [e for e in index if e.flawed]
+    kinds = (index[:each], index[-each:], judged[:each], judged[-each:], failed[-each:], cut[-each:], flawed[-each:])
     return {entry.place for kind in kinds for entry in kind}
 
 

@@ -150,6 +150,7 @@ class ChartView {
     this.x = scale(xLow, xHigh, 46, width - 12, panel.x_log);
     this.y = scale(yLow, yHigh, height - 24, 10, panel.y_log);
     this.axes(xLow, xHigh, yLow, yHigh, width, height);
+    if (panel.marked) this.marks(xLow, xHigh, height);
     if (panel.stacked) this.drawStack(lines, shown, height - 24);
     else lines.forEach((line, i) => this.drawLine(line, shown[i], many(line) ? raw[i] : null));
     if (!raw.flat().some((value) => value !== null)) svg.append(shape("text", { x: width / 2, y: height / 2, "text-anchor": "middle" }, "no finite value"));
@@ -175,6 +176,13 @@ class ChartView {
       svg.append(shape("text", { x, y: height - 6, "text-anchor": "middle" }, label));
     }
     if (panel.x_label !== "step") svg.append(shape("text", { x: 16, y: height - 6 }, panel.x_label));
+  }
+
+  // Where the governor spoke.
+  marks(xLow, xHigh, height) {
+    for (const step of data.marks.filter((step) => step >= xLow && step <= xHigh)) {
+      this.svg.append(shape("line", { class: "mark", x1: this.x(step), x2: this.x(step), y1: 10, y2: height - 24 }));
+    }
   }
 
   path(xs, ys) {
@@ -281,6 +289,7 @@ const VIEWS = {
   "Best": () => judged.slice().sort((a, b) => b.reward - a.reward || b.step - a.step),
   "Worst": () => judged.slice().sort((a, b) => a.reward - b.reward || b.step - a.step),
   "Cut off": () => data.samples.filter((a) => a.stop_reason === "length").reverse(),
+  "Fell apart": () => data.samples.filter((a) => (a.flaws ?? []).length).reverse(),
   "Reward failed": () => data.samples.filter((a) => a.reward === null).reverse(),
 };
 

@@ -12,7 +12,9 @@ from typing import Any
 
 from lockstep.report import sections
 from lockstep.report.charts import Line, Panel, panels
+from lockstep.report.error_tokens import error_tokens
 from lockstep.report.excerpts import excerpts
+from lockstep.report.governing import banner, firings, governor
 from lockstep.report.history import History
 from lockstep.report.jsonl import Row, write_atomically
 from lockstep.report.plots import write_plots
@@ -25,15 +27,18 @@ def write_report(folder: RunFolder) -> Path:
     charts, answers = panels([run]), excerpts(folder)
     body = [
         sections.header(run),
+        banner(run),
         sections.tiles(run),
         sections.charts(charts),
         sections.time_split([run]),
+        governor(run),
         sections.samples(answers),
+        error_tokens(run, answers),
         sections.health(run),
         sections.events(run),
         sections.settings(run),
     ]
-    write_atomically(folder.report, _page(f"{run.name} · Lockstep", body, charts, answers))
+    write_atomically(folder.report, _page(f"{run.name} · Lockstep", body, charts, answers, _marks(run)))
     write_plots(folder)
     return folder.report
 
@@ -50,12 +55,22 @@ def write_comparison(folders: Sequence[RunFolder], path: Path) -> Path:
         sections.time_split(runs),
         sections.differences(runs),
     ]
-    write_atomically(path, _page("Comparison · Lockstep", body, charts, []))
+    write_atomically(path, _page("Comparison · Lockstep", body, charts, [], []))
     return path
 
 
-def _page(title: str, body: Sequence[str], charts: Sequence[Panel], samples: list[Row]) -> bytes:
-    data = {"panels": [_panel_data(panel) for panel in charts], "samples": samples, "reward": _range(samples)}
+def _marks(run: History) -> list[int]:
+    """Steps that the charts mark: those at which the governor spoke."""
+    return sorted({event["step"] for event in firings(run)})
+
+
+def _page(title: str, body: Sequence[str], charts: Sequence[Panel], samples: list[Row], marks: Sequence[int]) -> bytes:
+    data = {
+        "panels": [_panel_data(panel) for panel in charts],
+        "samples": samples,
+        "reward": _range(samples),
+        "marks": marks,
+    }
     page = Template(_asset("page.html")).substitute(
         title=sections.escape(title),
         css=_asset("page.css"),
@@ -83,6 +98,7 @@ def _panel_data(panel: Panel) -> dict[str, Any]:
         "format": panel.chart.format,
         "stacked": panel.chart.stacked,
         "x_label": panel.x_label,
+        "marked": panel.x_label == "step" and panel.chart.key != "warmup",  # the warm-up counts its own steps
         "x_log": panel.x_log,
         "y_log": panel.y_log,
         "lines": [_line_data(line) for line in panel.lines],

@@ -1,0 +1,40 @@
+"""The report's section on error tokens: answers that repeat themselves or turned to garble."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lockstep.report.history import History
+from lockstep.report.jsonl import Row
+from lockstep.report.sections import escape, number, percent
+
+_EXAMPLES = 6
+_NAMES = ("repetition", "garble")
+
+
+def error_tokens(run: History, answers: Sequence[Row]) -> str:
+    """How common they are among answers below their group's mean, and the latest examples; empty if there is none."""
+    flawed = [answer for answer in answers if answer.get("flaws")]
+    if not flawed:
+        return ""
+    cards = "".join(_card(answer) for answer in reversed(flawed[-_EXAMPLES:]))
+    return (
+        f"<h2>Error tokens <small>{escape(_shares(run))}</small></h2>"
+        f'<div class="answers" id="error-tokens">{cards}</div>'
+    )
+
+
+def _shares(run: History) -> str:
+    series = {name: run.series[f"rollout/{name}"] for name in _NAMES if f"rollout/{name}" in run.series}
+    shares = [f"{name} {percent(s.first)} → {percent(s.last)}" for name, s in series.items()]
+    return f"share of the answers below their group's mean: {', '.join(shares)}" if shares else ""
+
+
+def _card(answer: Row) -> str:
+    badges = "".join(f'<span class="badge bad">{escape(flaw)}</span>' for flaw in answer["flaws"])
+    reward = "failed" if answer["reward"] is None else number(answer["reward"])
+    facts = f"step {answer['step']} · reward {reward} · {answer['num_tokens']} tokens · {answer['sample']}"
+    return (
+        f'<article class="card answer"><div class="top">{badges}<span>{escape(facts)}</span></div>'
+        f'<pre class="text">{escape(answer["text"])}</pre></article>'
+    )
