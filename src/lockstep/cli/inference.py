@@ -66,7 +66,7 @@ def generate(
     seed: int,
     console: Console,
 ) -> None:
-    path = _resolve(checkpoint)
+    path = resolve_checkpoint(checkpoint)
     rollout = {"max_tokens": max_tokens, "temperature": temperature}
     chosen = validate(Recipe, _ask_only(path) | {"rollout": rollout}, "command line")
 
@@ -96,7 +96,7 @@ def generate(
 
 
 def _checkpoint_and_recipe(checkpoint: str, overrides: Sequence[str], recipe: str | None) -> tuple[str, Recipe]:
-    path = _resolve(checkpoint)
+    path = resolve_checkpoint(checkpoint)
     if recipe is not None:
         tables = load(Recipe, recipe_files.find(recipe), overrides)
         return path, tables
@@ -110,7 +110,7 @@ def _is_run(checkpoint: str) -> bool:
     return (Path(checkpoint) / "metrics.jsonl").is_file()
 
 
-def _resolve(checkpoint: str) -> str:
+def resolve_checkpoint(checkpoint: str) -> str:
     """A run stands for its best checkpoint, or the newest if none was evaluated; anything else for itself."""
     if not _is_run(checkpoint):
         return checkpoint

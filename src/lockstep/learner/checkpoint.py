@@ -61,6 +61,17 @@ def load_state(folder: Path, updater: Updater) -> str | None:
     return state["correction"]
 
 
+def read_masters(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The float32 weights of a checkpoint and their update scale, on the CPU and only read from disk when used.
+
+    Without a learner's state there are none, and no scale.
+    """
+    if not (folder / FILE).is_file():
+        return {}, {"factor": 1.0, "by": "weights"}
+    state = torch.load(folder / FILE, map_location="cpu", weights_only=True, mmap=True)
+    return state["masters"]["weights"], state["update_scale"]
+
+
 def map_tensors(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """The same nested dicts and lists with every tensor changed."""
     if isinstance(tree, Tensor):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -16,6 +16,10 @@ from lockstep.learner.precision import MasterWeights
 from lockstep.models.scaling import Scaling, find_scaling
 
 NOTHING = Scaling((), {})
+
+
+def in_words(state: Mapping[str, Any]) -> str:
+    return f"{state['factor']:g} by {state['by']}" if state["factor"] != 1 else "off"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +37,10 @@ class UpdateScale:
             return cls()
         return cls(config.update_scale, config.update_scale_by, find_scaling(module))
 
-    def __str__(self) -> str:
-        return f"{self.factor:g} by {self.by}" if self.factor != 1 else "off"
+    @property
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint says of the weights in it."""
+        return {"factor": self.factor, "by": self.by}
 
     @property
     def rates(self) -> dict[str, float]:

@@ -19,7 +19,7 @@ from lockstep.learner.parallel import prepare
 from lockstep.learner.precision import MasterWeights, Skip
 from lockstep.learner.ranks import Ranks
 from lockstep.learner.scoring import Scores, score
-from lockstep.learner.update_scale import UpdateScale
+from lockstep.learner.update_scale import UpdateScale, in_words
 from lockstep.types import Batch
 
 
@@ -137,7 +137,7 @@ class Updater:
             "masters": self.masters.state_dict(),
             "optimiser": {"name": self.config.optimiser.name, "state": self.optimiser.state_dict()["state"]},
             "update": self.update,
-            "update_scale": str(self.update_scale),
+            "update_scale": self.update_scale.state,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -150,7 +150,7 @@ class Updater:
         """What keeps `state` from being loaded, in words; empty if it fits."""
         pairs = {
             "optimiser": (state["optimiser"]["name"], self.config.optimiser.name),
-            "update scale": (state["update_scale"], str(self.update_scale)),
+            "update scale": (in_words(state["update_scale"]), in_words(self.update_scale.state)),
         }
         other = [
             f"its {what} is {saved}, the recipe's is {ours}" for what, (saved, ours) in pairs.items() if saved != ours
