@@ -1,0 +1,226 @@
+"""Low-bit linear layers against bfloat16 and against the time it takes to read their weights, on one GPU.
+
+Two problems: the seven linear layers of a Qwen3-8B block, and the experts of a Qwen3-30B-A3B block. A pass runs every
+layer of the problem once. Passes over several copies of the weights are captured in one CUDA graph, as decoding runs,
+so launches cost little and no weight is found in the L2 cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import Tensor
+from torch.nn import functional as F
+
+from lockstep.config import ConfigError
+from lockstep.quant.kernels import load, reference
+
+BYTES_PER_S = 4.24e12  # of an H200, measured
+ROTATED_BYTES = 600e6  # ten times its L2 cache
+REPLAYS = 30
+EXPERTS, TOP_K = 128, 8
+
+Layer = tuple[str, int, int]  # name, outputs, inputs
+BLOCK: tuple[Layer, ...] = (
+    ("q", 4096, 4096), ("k", 1024, 4096), ("v", 1024, 4096), ("o", 4096, 4096),
+    ("gate", 12288, 4096), ("up", 12288, 4096), ("down", 4096, 12288),
+)  # fmt: skip
+EXPERT_BLOCK: tuple[Layer, ...] = (("gate_up", 1536, 2048), ("down", 2048, 768))
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """A format: how weights and rows become its tensors, and its products over them."""
+
+    name: str
+    encode_weight: Callable[[Tensor], tuple[Tensor, ...]]
+    encode_rows: Callable[[Tensor], tuple[Tensor, ...]]
+    product: Callable[..., Tensor]  # (*rows, *weight, dtype)
+    grouped: Callable[..., Tensor]  # (*rows, offsets, *weight, dtype)
+
+
+def contenders() -> list[Contender]:
+    """bfloat16 first."""
+    ref = reference
+    bf16 = Contender("bf16", lambda w: (w.bfloat16(),), lambda x: (x,), _linear, _grouped_linear)
+    return [
+        bf16,
+        _contender("int8_w8a8", ref.quantize_rows_int8, "quantize_rows_int8", "triton_eight", "int8_matmul"),
+        _contender("fp8_w8a8", ref.quantize_rows_fp8, "quantize_rows_fp8", "triton_eight", "fp8_matmul"),
+        _contender("fp8 blocks", ref.quantize_blocks_fp8, "quantize_groups_fp8", "triton_eight", "fp8_block_matmul"),
+        _contender("w4a16", _int4, None, "triton_four", "w4a16_matmul"),
+        _contender("w4a8, int8", _int4, "quantize_rows_int8", "triton_four", "w4a8_matmul"),
+        _contender("w4a8, fp8", _int4, "quantize_rows_fp8", "triton_four", "w4a8_fp8_matmul"),
+    ]  # fmt: skip
+
+
+def _contender(
+    name: str, encode_weight: Callable[[Tensor], tuple[Tensor, ...]], rows: str | None, module: str, product: str
+) -> Contender:
+    encode_rows = load(f"triton_rows.{rows}").run if rows else lambda x: (x,)
+    matmul, grouped = load(f"{module}.{product}").run, load(f"{module}.grouped_{product}").run
+    return Contender(name, encode_weight, encode_rows, matmul, grouped)
+
+
+def _linear(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    return F.linear(x, weight)
+
+
+def _grouped_linear(x: Tensor, offsets: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch._grouped_mm(x, weight.mT, offs=offsets[1:])
+
+
+def _int4(weight: Tensor) -> tuple[Tensor, Tensor]:
+    codes, scales = reference.quantize_groups_int4(weight)
+    return reference.pack_int4(codes), scales
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """The layers of a pass for a number of tokens, with their bfloat16 inputs."""
+
+    name: str
+    layers: Sequence[Layer]
+    tokens: int
+    inputs: dict[int, Tensor]  # by width
+    offsets: Tensor | None = None  # rows of each expert
+
+    @property
+    def used(self) -> int:
+        """Weights that are read: experts with rows."""
+        return 1 if self.offsets is None else int((self.offsets.diff() > 0).sum())
+
+
+def dense(tokens: int, device: torch.device) -> Problem:
+    return Problem("block", BLOCK, tokens, _inputs(tokens, BLOCK, device))
+
+
+def experts(tokens: int, device: torch.device) -> Problem:
+    """Every token draws its experts at random; rows are sorted by expert."""
+    chosen = torch.rand(tokens, EXPERTS, device=device).topk(TOP_K).indices
+    counts = torch.bincount(chosen.flatten(), minlength=EXPERTS)
+    offsets = F.pad(counts.cumsum(0), (1, 0)).to(torch.int32)
+    return Problem("experts", EXPERT_BLOCK, tokens, _inputs(tokens * TOP_K, EXPERT_BLOCK, device), offsets)
+
+
+def _inputs(rows: int, layers: Sequence[Layer], device: torch.device) -> dict[int, Tensor]:
+    widths = {K for _, _, K in layers}
+    return {K: torch.randn(rows, K, device=device, dtype=torch.bfloat16) for K in widths}
+
+
+Weights = list[tuple[Tensor, ...]]  # a layer's tensors
+
+
+def make_weights(contender: Contender, layers: Sequence[Layer], num_experts: int, device: torch.device) -> Weights:
+    """Random ones. Experts: a stack of them."""
+    lead = (num_experts,) if num_experts else ()
+    shapes = [(*lead, N, K) for _, N, K in layers]
+    return [contender.encode_weight(torch.randn(shape, device=device) * 0.02) for shape in shapes]
+
+
+def rotated(weights: Weights, used: float) -> list[Weights]:
+    """Copies, enough that one is out of the cache when its turn comes again. `used`: the share of it that is read."""
+    copies = max(2, round(ROTATED_BYTES / (num_bytes(weights) * used) + 0.5))
+    return [weights, *([tuple(t.clone() for t in layer) for layer in weights] for _ in range(copies - 1))]
+
+
+def num_bytes(weights: Weights) -> int:
+    return sum(tensor.numel() * tensor.element_size() for layer in weights for tensor in layer)
+
+
+def run_pass(contender: Contender, problem: Problem, weights: Weights, rows: dict[int, Any] | None = None) -> None:
+    """Every layer once. Each encodes its own input, as the layers of a model do, unless `rows` holds them encoded."""
+    for (_, _, K), weight in zip(problem.layers, weights, strict=True):
+        x = rows[K] if rows else contender.encode_rows(problem.inputs[K])
+        if problem.offsets is None:
+            contender.product(*x, *weight, torch.bfloat16)
+        else:
+            contender.grouped(*x, problem.offsets, *weight, torch.bfloat16)
+
+
+def seconds_per_pass(
+    contender: Contender, problem: Problem, copies: Sequence[Weights], *, encode: bool = True
+) -> float:
+    """The median over replays of a graph that passes over every copy once."""
+    rows = None if encode else {K: contender.encode_rows(x) for K, x in problem.inputs.items()}
+    run_pass(contender, problem, copies[0], rows)  # compiles
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for weights in copies:
+            run_pass(contender, problem, weights, rows)
+    for _ in range(3):
+        graph.replay()
+    return median(_replay_times(graph)) / len(copies)
+
+
+def _replay_times(graph: torch.cuda.CUDAGraph) -> list[float]:
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(REPLAYS + 1)]
+    marks[0].record()
+    for mark in marks[1:]:
+        graph.replay()
+        mark.record()
+    torch.cuda.synchronize()
+    return [a.elapsed_time(b) / 1e3 for a, b in pairwise(marks)]
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    contender: str
+    tokens: int
+    seconds: float
+    encoded_seconds: float  # the same with rows already encoded
+    limit: float  # to read the weights once
+
+
+def measure(tokens: Sequence[int], num_experts: int, device: torch.device) -> Iterator[Measured]:
+    """All contenders, for all numbers of tokens, in the problem of experts or of one block."""
+    layers = EXPERT_BLOCK if num_experts else BLOCK
+    problems = [experts(n, device) if num_experts else dense(n, device) for n in tokens]
+    for contender in contenders():
+        weights = make_weights(contender, layers, num_experts, device)
+        for problem in problems:
+            used = problem.used / max(1, num_experts)
+            copies = rotated(weights, used)
+            seconds, encoded = (seconds_per_pass(contender, problem, copies, encode=e) for e in (True, False))
+            yield Measured(contender.name, problem.tokens, seconds, encoded, num_bytes(weights) * used / BYTES_PER_S)
+
+
+def table(results: Sequence[Measured]) -> str:
+    """Markdown, one block of lines per number of tokens."""
+    lines = [
+        "| rows | format | µs | µs, input already encoded | µs to read the weights | of the limit | × bf16 |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    base = {r.tokens: r.seconds for r in results if r.contender == "bf16"}
+    lines += [
+        f"| {r.tokens} | {r.contender} | {r.seconds * 1e6:.1f} | {r.encoded_seconds * 1e6:.1f} | {r.limit * 1e6:.1f} "
+        f"| {r.limit / r.seconds:.0%} | {base[r.tokens] / r.seconds:.2f} |"
+        for r in sorted(results, key=lambda r: r.tokens)
+    ]
+    return "\n".join(lines)
+
+
+def compare(tokens: Sequence[int], out: Path | None, console: Console) -> None:
+    """Prints both tables, and writes them to `out`."""
+    if not torch.cuda.is_available():
+        raise ConfigError("`lockstep bench linear` measures GPU kernels, and there is no CUDA device here")
+    device = torch.device("cuda")
+    torch.manual_seed(0)
+    text = f"{torch.cuda.get_device_name()}, torch {torch.__version__}, CUDA {torch.version.cuda}\n"
+    for title, num_experts in (
+        ("Linear layers of one Qwen3-8B block", 0),
+        ("Experts of one Qwen3-30B-A3B block", EXPERTS),
+    ):
+        with torch.no_grad():
+            text += f"\n{title}\n\n{table(list(measure(tokens, num_experts, device)))}\n"
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+    if out:
+        out.write_text(text)

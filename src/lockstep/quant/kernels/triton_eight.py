@@ -1,0 +1,135 @@
+"""8-bit weights times 8-bit activations on a GPU: int8 and e4m3, one weight or a weight per expert.
+
+int8: the integer sums are exact, so results equal the reference bit for bit. e4m3: the tensor cores add up to 128
+products with fewer bits than float32 has; such sums are then added in float32.
+"""
+
+# pyright: reportMissingImports=false, reportIndexIssue=false
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lockstep.quant.kernels.triton_configs import tile_for
+from lockstep.quant.kernels.triton_tiles import GROUP, Plan, await_inputs, finish, locate, make_plan, prefetch
+
+STEP = tl.constexpr(GROUP)
+
+
+def int8_matmul(xq: Tensor, sx: Tensor, wq: Tensor, sw: Tensor, dtype: torch.dtype) -> Tensor:
+    """int8 [M, K] and [N, K], scales [M] and [N], to [M, N]."""
+    return eight_bit("int8", xq, sx, None, wq, sw, dtype)
+
+
+def fp8_matmul(xq: Tensor, sx: Tensor, wq: Tensor, sw: Tensor, dtype: torch.dtype) -> Tensor:
+    """e4m3 [M, K] and [N, K], scales [M] and [N], to [M, N]."""
+    return eight_bit("fp8", xq, sx, None, wq, sw, dtype)
+
+
+def fp8_block_matmul(xq: Tensor, sx: Tensor, wq: Tensor, sw: Tensor, dtype: torch.dtype) -> Tensor:
+    """e4m3 [M, K] and [N, K], scales [M, K/128] and [N/128, K/128] rounded up, to [M, N]."""
+    return eight_bit("fp8_block", xq, sx, None, wq, sw, dtype)
+
+
+def grouped_int8_matmul(xq: Tensor, sx: Tensor, offsets: Tensor, wq: Tensor, sw: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rows offsets[e] to offsets[e + 1] times wq[e] of [E, N, K]; sw [E, N]."""
+    return eight_bit("int8", xq, sx, offsets, wq, sw, dtype)
+
+
+def grouped_fp8_matmul(xq: Tensor, sx: Tensor, offsets: Tensor, wq: Tensor, sw: Tensor, dtype: torch.dtype) -> Tensor:
+    """As grouped_int8_matmul, over e4m3."""
+    return eight_bit("fp8", xq, sx, offsets, wq, sw, dtype)
+
+
+def grouped_fp8_block_matmul(
+    xq: Tensor, sx: Tensor, offsets: Tensor, wq: Tensor, sw: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """As grouped_fp8_matmul, with scales [M, K/128] and [E, N/128, K/128] rounded up."""
+    return eight_bit("fp8_block", xq, sx, offsets, wq, sw, dtype)
+
+
+def eight_bit(
+    kind: str, xq: Tensor, sx: Tensor, offsets: Tensor | None, wq: Tensor, sw: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """All of the above: `kind` is int8, fp8 or fp8_block."""
+    M, N, experts = len(xq), wq.shape[-2], 0 if offsets is None else len(wq)
+    tile = tile_for(kind, M, experts)
+    return run(make_plan(tile, M, N, xq.shape[1], experts, exact=kind == "int8"), kind, xq, sx, offsets, wq, sw, dtype)
+
+
+def run(
+    plan: Plan, kind: str, xq: Tensor, sx: Tensor, offsets: Tensor | None, wq: Tensor, sw: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """With the given plan, whatever the table says."""
+    (M, K), N = xq.shape, wq.shape[-2]
+    xq, wq, sx, sw = xq.contiguous(), wq.contiguous(), sx.contiguous(), sw.contiguous()
+    y = torch.empty(M, N, dtype=dtype, device=xq.device)
+    partials, counters = plan.meeting_place(torch.int32 if kind == "int8" else torch.float32, xq.device)
+    if M:
+        _eight_bit[plan.grid](
+            xq, sx, wq, sw, y, offsets, partials, counters, M, N, K, plan.experts, plan.chunks, plan.chunk,
+            BLOCK_SCALED=kind == "fp8_block", EVEN=K % GROUP == 0, **plan.constants,
+        )  # fmt: skip
+    return y
+
+
+@triton.jit(do_not_specialize=["M", "experts", "chunks"])
+def _eight_bit(
+    x, sx, w, sw, y, offsets, partials, counters, M, N, K, experts, chunks, chunk,
+    BLOCK_SCALED: tl.constexpr, EVEN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PARALLEL: tl.constexpr,
+    IN_TURN: tl.constexpr, EXPERTS: tl.constexpr, DEPENDENT: tl.constexpr, PREFETCH: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    outputs = tl.program_id(1) * BN + tl.arange(0, BN)
+    k = tl.program_id(2) * chunk
+    if PREFETCH and EVEN and EXPERTS == 0:
+        prefetch(w + (outputs % N).to(tl.int64) * K + k, tl.minimum(chunk, K - k))
+    await_inputs(DEPENDENT)
+    expert, first, end = locate(offsets, M, experts, BM, EXPERTS)
+    if first >= end:
+        return
+    rows = first + tl.arange(0, BM)
+    # Out of range: any valid row or output will do, its result is not written.
+    x += tl.minimum(rows, end - 1).to(tl.int64) * K
+    w += (expert * N + outputs % N) * K
+    groups = tl.cdiv(K, STEP)
+    sx_step = sx + tl.minimum(rows, end - 1).to(tl.int64) * groups
+    sw_step = sw + (expert * tl.cdiv(N, STEP) + tl.program_id(1) * BN // STEP) * groups
+    if IN_TURN:
+        acc = tl.zeros((BN, BM), tl.float32)
+        for start in range(0, K, chunk):
+            stop = tl.minimum(start + chunk, K)
+            acc += _chunk(x, w, sx_step, sw_step, start, stop, K, BM, BN, BLOCK_SCALED, EVEN, STAGES)
+    else:
+        acc = _chunk(x, w, sx_step, sw_step, k, tl.minimum(k + chunk, K), K, BM, BN, BLOCK_SCALED, EVEN, STAGES)
+    SCALED: tl.constexpr = "none" if BLOCK_SCALED else "both"
+    finish(
+        acc, y, sx, sw + expert * N, rows, end, outputs, N, partials, counters, chunks, BM, BN, PARALLEL, SCALED
+    )  # fmt: skip
+
+
+@triton.jit
+def _chunk(
+    x, w, sx, sw, start, stop, K,
+    BM: tl.constexpr, BN: tl.constexpr, BLOCK_SCALED: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """The sum over K from start to stop, [BN, BM]."""
+    integers: tl.constexpr = w.dtype.element_ty == tl.int8
+    acc = tl.zeros((BN, BM), tl.int32 if integers else tl.float32)
+    for k in tl.range(start, stop, STEP, num_stages=STAGES):
+        ks = k + tl.arange(0, STEP)
+        if EVEN:
+            w_step = tl.load(w[:, None] + ks[None, :])
+            x_step = tl.load(x[None, :] + ks[:, None])
+        else:
+            w_step = tl.load(w[:, None] + ks[None, :], (ks < K)[None, :], 0.0)
+            x_step = tl.load(x[None, :] + ks[:, None], (ks < K)[:, None], 0.0)
+        if integers:
+            acc = tl.dot(w_step, x_step, acc, out_dtype=tl.int32)
+        elif BLOCK_SCALED:
+            scale = tl.load(sx + k // STEP)[None, :] * tl.load(sw + k // STEP)
+            acc += tl.dot(w_step, x_step) * scale
+        else:
+            acc = tl.dot(w_step, x_step, acc, max_num_imprecise_acc=STEP)
+    return acc

@@ -1,0 +1,192 @@
+"""What the low-bit matmul kernels share: which tile a program computes, and how partial sums of K become outputs.
+
+A tile is [outputs, rows]: weights are the left operand, so that the tensor cores' wide side is filled by outputs even
+when there is one row. K is cut into `chunks`, a number that depends on the weight alone. Each chunk is summed on its
+own, and the chunks' sums are added left to right. Few rows: every chunk has its own program, so that small problems
+fill the device, and the last program to finish a tile adds up what all of them left in memory. Many rows: one program
+runs the chunks in turn. Both add the same numbers in the same order, without atomics on sums: a row's result does not
+depend on the rows beside it, or on how many there are.
+
+Shapes: M rows, K inputs, N outputs, E experts.
+"""
+
+# pyright: reportMissingImports=false, reportIndexIssue=false
+from __future__ import annotations
+
+import os
+import threading
+from dataclasses import dataclass, replace
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+GROUP = 128  # of K: what shares a scale in 4-bit weights and fp8 blocks, and what one step of a kernel's loop covers
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # on a CPU: no inline assembly, no dependent launch
+DEPENDENT = not INTERPRETED  # kernels are launched before the one they depend on has ended, and wait for it themselves
+_MAX_TILES = 1 << 16  # of a launch whose chunks run side by side
+FILL = 384  # programs that keep the memory of 132 multiprocessors busy
+_MIN_CHUNK = 4 * GROUP
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """How a kernel is compiled for a range of row counts. No field of it changes a result."""
+
+    rows: int
+    outputs: int
+    warps: int
+    stages: int  # steps of K loaded ahead, plus one
+    parallel: bool  # chunks of K side by side rather than in turn
+    prefetch: bool = False  # weights into L2 while the kernel before still runs
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A launch: the compiled tile, the grid, and the memory in which chunks meet."""
+
+    tile: Tile
+    chunks: int
+    chunk: int  # values of K in each but the last
+    row_tiles: int
+    output_tiles: int
+    experts: int  # 0: one weight for all rows
+
+    @property
+    def parallel(self) -> bool:
+        return self.tile.parallel and self.chunks > 1
+
+    @property
+    def grid(self) -> tuple[int, int, int]:
+        return self.row_tiles, self.output_tiles, self.chunks if self.parallel else 1
+
+    @property
+    def constants(self) -> dict[str, int | bool]:
+        """Compile-time arguments that every kernel takes."""
+        tile = self.tile
+        return {
+            "BM": tile.rows,
+            "BN": tile.outputs,
+            "PARALLEL": self.parallel,
+            "IN_TURN": self.chunks > 1 and not self.parallel,
+            "EXPERTS": triton.next_power_of_2(self.experts) if self.experts else 0,
+            "DEPENDENT": DEPENDENT,
+            "PREFETCH": DEPENDENT and tile.prefetch,
+            "num_warps": tile.warps,
+            "STAGES": tile.stages,
+            "launch_pdl": DEPENDENT,
+            "enable_fp_fusion": False,  # a product and a sum round the same in every compilation
+        }
+
+    def meeting_place(self, dtype: torch.dtype, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
+        """Memory for the chunks' sums, and counters of the chunks that have arrived."""
+        if not self.parallel:
+            return None, None
+        tiles = self.row_tiles * self.output_tiles
+        size = tiles * self.chunks * self.tile.rows * self.tile.outputs
+        return torch.empty(size, dtype=dtype, device=device), _counters(device)
+
+
+def num_chunks(N: int, K: int) -> int:
+    """How many sums of K are kept apart: as many as fill the device at few rows. A power of two, blind to rows."""
+    wanted = max(1, FILL // triton.cdiv(N, 64))
+    return min(1 << (wanted.bit_length() - 1), max(1, K // _MIN_CHUNK))
+
+
+def make_plan(tile: Tile, M: int, N: int, K: int, experts: int = 0, exact: bool = False) -> Plan:
+    """Experts have enough tiles without chunks. `exact` sums need chunks only where they run side by side."""
+    row_tiles = triton.cdiv(M, tile.rows)
+    if experts:
+        row_tiles = min(M, experts + M // tile.rows)  # the most there can be, however rows fall: known without waiting
+    output_tiles = triton.cdiv(N, tile.outputs)
+    fits = row_tiles * output_tiles <= _MAX_TILES
+    chunks = 1 if experts or (exact and not (tile.parallel and fits)) else num_chunks(N, K)
+    chunk = triton.cdiv(triton.cdiv(K, GROUP), chunks) * GROUP
+    tile = tile if fits else replace(tile, parallel=False)
+    return Plan(tile, triton.cdiv(K, chunk), chunk, row_tiles, output_tiles, experts)
+
+
+_local = threading.local()
+
+
+def _counters(device: torch.device) -> Tensor:
+    """Zeros that each launch leaves as zeros. One set per thread: two threads may use two streams at the same time."""
+    if not hasattr(_local, "counters"):
+        _local.counters = {}
+    if device not in _local.counters:
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("run a low-bit linear once in this thread before capturing it in a CUDA graph")
+        _local.counters[device] = torch.zeros(_MAX_TILES, dtype=torch.int32, device=device)
+    return _local.counters[device]
+
+
+@triton.jit
+def await_inputs(DEPENDENT: tl.constexpr):
+    """The next kernel may be launched while this one runs; this one waits here for the one before it."""
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
+
+
+@triton.jit
+def prefetch(row_starts, num_bytes):
+    """Asks for `num_bytes` (a multiple of 16) from each address to be brought into L2. Changes nothing else."""
+    tl.inline_asm_elementwise(
+        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;", "=r,l,r",
+        [row_starts.to(tl.int64), num_bytes], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def locate(offsets, M, experts, BM: tl.constexpr, EXPERTS: tl.constexpr):
+    """This program's expert, first row and end of rows. Without a tile to compute, the first row is at the end."""
+    tile = tl.program_id(0)
+    if EXPERTS == 0:
+        expert = tile * 0
+        first = tile * BM
+        end = M
+    else:
+        e = tl.arange(0, EXPERTS)
+        counts = tl.load(offsets + e + 1, e < experts, 0) - tl.load(offsets + e, e < experts, 0)
+        tiles = (counts + BM - 1) // BM
+        expert = tl.minimum(tl.sum((tl.cumsum(tiles, 0) <= tile).to(tl.int32), 0), experts - 1)
+        before = tl.sum(tl.where(e < expert, tiles, 0), 0)
+        end = tl.load(offsets + expert + 1)
+        first = tl.minimum(tl.load(offsets + expert) + (tile - before) * BM, end)
+    return expert.to(tl.int64), first, end
+
+
+@triton.jit
+def finish(
+    acc, y, sx, sw, rows, end, outputs, N, partials, counters, chunks,
+    BM: tl.constexpr, BN: tl.constexpr, PARALLEL: tl.constexpr, SCALED: tl.constexpr,
+):  # fmt: skip
+    """Writes the tile [BN, BM]. In parallel: leaves this chunk's sum, and the last one to arrive adds all of them."""
+    if PARALLEL:
+        tile = tl.program_id(0) + tl.num_programs(0) * tl.program_id(1)
+        place = tl.arange(0, BN)[:, None] * BM + tl.arange(0, BM)[None, :]
+        sums = partials + tile.to(tl.int64) * chunks * (BN * BM) + place
+        tl.store(sums + tl.program_id(2) * (BN * BM), acc)
+        tl.debug_barrier()  # every thread's part is written before the arrival is announced
+        if tl.atomic_add(counters + tile, 1, sem="acq_rel") == chunks - 1:
+            total = tl.zeros_like(acc)
+            for chunk in range(chunks):
+                total += tl.load(sums + chunk * (BN * BM), cache_modifier=".cg")
+            tl.store(counters + tile, 0)
+            _write(total, y, sx, sw, rows, end, outputs, N, SCALED)
+    else:
+        _write(acc, y, sx, sw, rows, end, outputs, N, SCALED)
+
+
+@triton.jit
+def _write(acc, y, sx, sw, rows, end, outputs, N, SCALED: tl.constexpr):
+    """y = (acc·sx)·sw in float32, then the cast. SCALED: "none", "rows" (sx alone) or "both"."""
+    value = acc.to(tl.float32)
+    if SCALED != "none":
+        value = value * tl.load(sx + rows, rows < end, 0.0)[None, :]
+    if SCALED == "both":
+        value = value * tl.load(sw + outputs, outputs < N, 0.0)[:, None]
+    mask = (rows < end)[None, :] & (outputs < N)[:, None]
+    tl.store(y + rows.to(tl.int64)[None, :] * N + outputs[:, None], value.to(y.dtype.element_ty), mask)

@@ -1,0 +1,135 @@
+"""On a GPU: every Triton kernel against the reference, and rows that do not feel each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+
+from lockstep.quant.kernels import load, reference
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+QUANTIZERS = ("quantize_rows_int8", "quantize_rows_fp8", "quantize_groups_fp8")
+# Largest ‖fast − reference‖ / ‖reference‖ in float32. Hopper's tensor cores add e4m3 products with about 14 bits.
+PRODUCTS = {
+    "int8_matmul": 0.0,
+    "fp8_matmul": 5e-4,
+    "fp8_block_matmul": 5e-4,
+    "w4a16_matmul": 1e-5,
+    "w4a8_matmul": 1e-6,
+    "w4a8_fp8_matmul": 5e-4,
+}
+
+
+def fast(operation: str) -> Callable[..., Tensor]:
+    return load(f"triton_{'four' if 'w4' in operation else 'eight'}.{operation}").run
+
+
+def rows_of(operation: str, M: int, K: int) -> tuple[Tensor, ...]:
+    x = torch.randn(M, K, device="cuda")
+    x[:, 0] *= 30  # an outlier
+    if operation == "w4a16_matmul":
+        return (x.bfloat16(),)
+    if operation == "fp8_block_matmul":
+        return reference.quantize_groups_fp8(x)
+    return reference.quantize_rows_fp8(x) if "fp8" in operation else reference.quantize_rows_int8(x)
+
+
+def weight_of(operation: str, *shape: int) -> tuple[Tensor, Tensor]:
+    weight = torch.randn(shape, device="cuda") * 0.02
+    if operation.startswith("w4"):
+        codes, scales = reference.quantize_groups_int4(weight)
+        return reference.pack_int4(codes), scales
+    quantizer = {"int8": "quantize_rows_int8", "fp8": "quantize_rows_fp8", "fp8_block": "quantize_blocks_fp8"}
+    return getattr(reference, quantizer[operation.removesuffix("_matmul")])(weight)
+
+
+def distance(a: Tensor, b: Tensor) -> float:
+    return float((a.double() - b.double()).norm() / b.double().norm())
+
+
+@pytest.mark.parametrize("quantizer", QUANTIZERS)
+@pytest.mark.parametrize(("M", "K"), [(1, 4096), (65, 300), (3, 12288), (0, 64)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_quantizers_equal_the_reference(quantizer: str, M: int, K: int, dtype: torch.dtype) -> None:
+    x = (torch.randn(M, K, device="cuda") * torch.rand(M, 1, device="cuda").exp()).to(dtype)
+    x[1:2] = 0
+    codes, scales = load(f"triton_rows.{quantizer}").run(x)
+    expected_codes, expected_scales = getattr(reference, quantizer)(x)
+    assert torch.equal(scales, expected_scales)
+    assert torch.equal(codes.view(torch.uint8), expected_codes.view(torch.uint8))
+
+
+@pytest.mark.parametrize("quantizer", QUANTIZERS)
+def test_nan_reaches_the_scale_of_its_row_alone(quantizer: str) -> None:
+    x = torch.randn(3, 128, device="cuda")
+    x[1, 5] = torch.nan
+    scales = load(f"triton_rows.{quantizer}").run(x)[1].flatten()
+    assert scales.isnan().tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize("operation", PRODUCTS)
+@pytest.mark.parametrize(
+    ("M", "N", "K"), [(1, 4096, 4096), (40, 1000, 4096), (300, 512, 2048), (7, 70, 1100), (0, 64, 128)]
+)
+def test_products_equal_the_reference(operation: str, M: int, N: int, K: int) -> None:
+    x, weight = rows_of(operation, M, K), weight_of(operation, N, K)
+    result = fast(operation)(*x, *weight, torch.float32)
+    expected = getattr(reference, operation)(*x, *weight, torch.float32)
+    assert result.shape == expected.shape
+    if M and PRODUCTS[operation] == 0:
+        assert torch.equal(result, expected)
+    elif M:
+        assert distance(result, expected) <= PRODUCTS[operation]
+
+
+@pytest.mark.parametrize("operation", PRODUCTS)
+def test_experts_equal_the_reference(operation: str) -> None:
+    counts = [3, 0, 40, 1, 0, 17]
+    x, weight = rows_of(operation, sum(counts), 384), weight_of(operation, len(counts), 200, 384)
+    bounds = torch.tensor([0, *counts]).cumsum(0)
+    result = fast(f"grouped_{operation}")(*x, bounds.to("cuda", torch.int32), *weight, torch.float32)
+    parts = [
+        getattr(reference, operation)(*(t[a:b] for t in x), *(t[e] for t in weight), torch.float32)
+        for e, (a, b) in enumerate(pairwise(bounds.tolist()))
+    ]
+    assert distance(result, torch.cat(parts)) <= PRODUCTS[operation]
+
+
+@pytest.mark.parametrize("operation", PRODUCTS)
+def test_a_row_does_not_depend_on_the_others(operation: str) -> None:
+    x, weight = rows_of(operation, 300, 4096), weight_of(operation, 1024, 4096)
+    everything = fast(operation)(*x, *weight, torch.float32)
+    for a, b in [(0, 1), (7, 20), (16, 32), (100, 150), (3, 70), (0, 130)]:
+        part = fast(operation)(*(t[a:b] for t in x), *weight, torch.float32)
+        assert torch.equal(part, everything[a:b]), f"rows {a} to {b}"
+
+
+@pytest.mark.parametrize("operation", PRODUCTS)
+def test_an_experts_row_does_not_depend_on_the_others(operation: str) -> None:
+    x, weight = rows_of(operation, 400, 2048), weight_of(operation, 2, 256, 2048)
+    everything = fast(f"grouped_{operation}")(
+        *x, torch.tensor([0, 150, 400], device="cuda", dtype=torch.int32), *weight, torch.float32
+    )
+    few = fast(f"grouped_{operation}")(
+        *(t[148:153] for t in x), torch.tensor([0, 2, 5], device="cuda", dtype=torch.int32), *weight, torch.float32
+    )
+    assert torch.equal(few, everything[148:153])
+
+
+@pytest.mark.parametrize("operation", PRODUCTS)
+def test_replays_of_a_graph_give_the_same(operation: str) -> None:
+    x, weight = rows_of(operation, 16, 4096), weight_of(operation, 1024, 4096)
+    expected = fast(operation)(*x, *weight, torch.bfloat16)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = [fast(operation)(*x, *weight, torch.bfloat16) for _ in range(20)]
+    for _ in range(5):
+        for result in results:
+            result.fill_(torch.nan)
+        graph.replay()
+        assert all(torch.equal(result, expected) for result in results)
