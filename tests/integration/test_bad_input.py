@@ -24,6 +24,7 @@ CASES = {
     "learner.learning_rate=inf": "finite",
     "model.init.experts=1": "two experts are active",
     "nonsense": "is not of the form",
+    "preset=daop": "did you mean 'dapo'",
 }
 
 
@@ -56,6 +57,7 @@ def test_unknown_names_are_told_in_one_line(tmp_path: Path, refused) -> None:
     assert "name a recipe" in refused("train")
     assert "is not a folder" in refused("train", "--resume", "gone")
     assert "is not a folder" in refused("report", "gone")
+    assert "did you mean 'tbpo'" in refused("explain", "tbop")
     assert "no model at './gone'" in refused("generate", "./gone", "hello")
 
 

@@ -51,6 +51,22 @@ def test_report_draws_one_run_and_compares_two(unbroken: Path, tmp_path: Path) -
     assert page.stat().st_size > 10_000
 
 
+def test_dry_run_says_where_each_value_came_from(tmp_path: Path) -> None:
+    output = run("train", str(runs.write_recipe(tmp_path)), "preset=gspo", "learner.mini_steps=3", "--dry-run")
+    lines = output.splitlines()
+    assert "mini_steps = 3  # command line" in lines, "stronger than the preset"
+    assert "low = 0.0003  # preset gspo" in lines
+    assert 'truncated = "keep"  # small.toml' in lines, "no part of the method"
+    assert "epochs = 1" in lines, "a default"
+    assert load(Recipe, _written(tmp_path, output)).algorithm.surrogate.name == "gspo", "what it prints is a recipe"
+
+
+def _written(folder: Path, dry_run: str) -> Path:
+    path = folder / "printed.toml"
+    path.write_text(dry_run.partition("memory, about")[0].rstrip())
+    return path
+
+
 def test_dry_run_prints_a_recipe_that_loads_again(tmp_path: Path) -> None:
     path = runs.write_recipe(tmp_path)
     output = run("train", str(path), "learner.mini_steps=3", "--dry-run")
