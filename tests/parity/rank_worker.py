@@ -35,6 +35,9 @@ def build(name: str) -> LearnerCore:
         "recomputed": ({"surrogate": "dapo"}, {"micro_tokens": 30, "activation_checkpointing": True}),
         "experts": ({"surrogate": "dapo"}, {"micro_tokens": 30}),
         "governed": ({"surrogate": "dapo"}, {"micro_tokens": 30}),
+        "summed": ({"surrogate": "rloo"}, {"micro_tokens": 40, "mini_steps": 2}),
+        "normed": ({"surrogate": "dr_grpo", "correction": ["tis", "veto"]}, {"micro_tokens": 30}),
+        "batch-wide": ({"surrogate": "reinforce_pp", "correction": "icepop"}, {"micro_tokens": 40}),
         "bfloat16": ({"surrogate": "dapo"}, {"micro_tokens": 30, "dtype": "bfloat16"}),
     }[name]
     seed = dist.get_rank() if dist.is_initialized() else 0

@@ -47,6 +47,8 @@ class Pass(Protocol):
 
 class Streamed:
     def __init__(self, updater: Updater, objective: Objective, advantage: Advantage) -> None:
+        if advantage.scope == "batch" or advantage.needs_values:
+            raise ValueError("an advantage that needs the whole batch, or values, cannot be streamed group by group")
         self.tally = Tally()
         self._updater, self._objective, self._advantage = updater, objective, advantage
         self._packer = Packer(updater.round_tokens)
