@@ -14,6 +14,7 @@ from lockstep.types import (
     Group,
     GroupReceipt,
     Message,
+    Operator,
     Request,
     Sample,
     StepResult,
@@ -41,6 +42,10 @@ class Engine(Protocol):
 
     async def update_weights(self, version: int) -> None:
         """Takes `version` from the weight store, between two steps, by the engine's update policy."""
+        ...
+
+    async def operators(self, names: Sequence[str] | None = None) -> Mapping[str, Operator]:
+        """What the weights of these names, or all, run in now."""
         ...
 
     async def reset_cache(self) -> None:
@@ -80,6 +85,10 @@ class Learner(Protocol):
 
         Fails with ConfigError, changing nothing, if there is none of that name or the surrogate refuses it.
         """
+        ...
+
+    async def operators(self, names: Sequence[str] | None = None) -> Mapping[str, Operator]:
+        """What the learner's forward runs these weights, or all, in, with the digest of what it publishes for them."""
         ...
 
     async def save(self, folder: Path) -> None:

@@ -156,6 +156,15 @@ class GroupReceipt:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Operator:
+    """What one weight is computed with on one side, for the audit that both sides compute the same thing."""
+
+    format: str  # "w4a16", "bfloat16"
+    kernel: str  # "cpu.w4a16_matmul"; "torch" for a plain layer
+    digest: int  # of the bytes that are (learner: were) published
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
     version: int  # of the weights this step published
     metrics: Mapping[str, float]

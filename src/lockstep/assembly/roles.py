@@ -26,6 +26,7 @@ from lockstep.learner.update_scale import UpdateScale
 from lockstep.models import loading, varlen
 from lockstep.models.head import install_head
 from lockstep.models.loading import Loaded, ModelConfig
+from lockstep.models.lowbit import LowBitWeights
 from lockstep.models.selfcheck import self_check
 from lockstep.models.twins import use_attention
 from lockstep.protocols import Bus, Engine, Recorder, Task
@@ -53,8 +54,9 @@ class Sampling:
         self.recipe = recipe
         self.loaded = loaded
         self.store = weights_memory.Memory(snapshot=not share)
-        engine = recipe.rollout.engine.cls
-        self.engine: Engine = engine.start(loaded, recipe.rollout, None if share else self.store)  # type: ignore[attr-defined]
+        self.low_bit = low_bit_weights(recipe, loaded)
+        start = recipe.rollout.engine.cls.start  # type: ignore[attr-defined]
+        self.engine: Engine = start(loaded, recipe.rollout, None if share else self.store, self.low_bit)
 
     @cached_property
     def task(self) -> Task:
@@ -103,7 +105,7 @@ class Training(Sampling):
         ranks = Ranks.current(loaded.module.device)
         super().__init__(recipe, loaded, share=recipe.train.max_staleness == 0 and ranks.world == 1)
         self.bus: Bus = bus_memory.Memory()
-        self.core = learner_core(recipe, loaded, ranks)
+        self.core = learner_core(recipe, loaded, ranks, self.low_bit)
         self.learner = LocalLearner(
             self.core,
             self.bus,
@@ -140,12 +142,30 @@ class Training(Sampling):
         await super().close()
 
 
-def learner_core(recipe: Recipe, loaded: Loaded, ranks: Ranks) -> LearnerCore:
-    """The learner's view: the loaded module itself, with packed attention and a log-prob head."""
+def low_bit_weights(recipe: Recipe, loaded: Loaded) -> LowBitWeights | None:
+    """What the engine runs in place of the matrices; None in high precision. Before anything changes the module."""
+    if recipe.rollout.precision is None:
+        return None
+    return LowBitWeights(
+        loaded.module, recipe.rollout.precision, updates_per_version=recipe.learner.num_updates
+    )
+
+
+def learner_core(recipe: Recipe, loaded: Loaded, ranks: Ranks, low_bit: LowBitWeights | None) -> LearnerCore:
+    """The learner's view: the loaded module itself, with packed attention, a log-prob head and, where it is to compute
+    what the engine computes, low-bit matrices."""
     update_scale = UpdateScale.of(loaded.module, recipe.learner)
     use_attention(loaded.module, varlen.NAME)
     install_head(loaded.module, with_value=recipe.algorithm.needs_values)
+    if low_bit is not None and recipe.learner.alignment == "aligned":
+        low_bit.run_by_learner(loaded.module)
     num_updates = recipe.train.steps * recipe.learner.num_updates
     return LearnerCore(
-        loaded.module, recipe.algorithm, recipe.learner, num_updates=num_updates, ranks=ranks, update_scale=update_scale
+        loaded.module,
+        recipe.algorithm,
+        recipe.learner,
+        num_updates=num_updates,
+        ranks=ranks,
+        update_scale=update_scale,
+        low_bit=low_bit,
     )

@@ -16,7 +16,7 @@ from lockstep.algorithms.ladder import stronger
 from lockstep.assembly.devices import choose_device
 from lockstep.assembly.outcome import Governed, Interrupted
 from lockstep.assembly.recipe import Recipe
-from lockstep.assembly.roles import Training, learner_core, load_model
+from lockstep.assembly.roles import Training, learner_core, load_model, low_bit_weights
 from lockstep.assembly.warmup import Supervised
 from lockstep.config import ConfigError
 from lockstep.controller.checkpoints import Checkpoints, Progress
@@ -107,7 +107,8 @@ def _follow(recipe: Recipe, ranks: Ranks) -> None:
     """Signals are for rank 0, which tells the others when to end."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    serve(learner_core(recipe, load_model(recipe), ranks))
+    loaded = load_model(recipe)
+    serve(learner_core(recipe, loaded, ranks, low_bit_weights(recipe, loaded)))
 
 
 class _Run:

@@ -34,6 +34,8 @@ class LearnerConfig(Config):
     """Tokens per forward and backward on one rank: the knob for memory."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """What the model computes in; auto is bfloat16 on a GPU and float32 on a CPU. Master weights are float32 always."""
+    alignment: Literal["aligned", "none"] = "aligned"
+    """With a low-bit rollout.precision: the learner's forward runs the same codes and arithmetic, or stays high."""
     activation_checkpointing: bool = False
     """Compute each layer twice to hold one layer's activations instead of all."""
     update_scale: float = Field(default=1.0, gt=0)

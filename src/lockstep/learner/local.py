@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from torch import Tensor
 from lockstep.learner.ranks import Front
 from lockstep.learner.step import LearnerCore
 from lockstep.protocols import Approve, Bus, WeightStore
-from lockstep.types import Group, StepResult
+from lockstep.types import Group, Operator, StepResult
 
 OnGroup = Callable[[int, Group], None]
 SaveWeights = Callable[[Path, Mapping[str, Tensor]], None]
@@ -58,8 +58,11 @@ class LocalLearner:
 
     async def publish(self, version: int) -> None:
         """Puts the weights into the store as `version`: the live tensors, which the store copies if it must."""
-        await self._run(self._store.put, version, await self._run(self._front.call, "weights"))
+        await self._run(self._store.put, version, await self._run(self._front.call, "published"))
         self.version = version
+
+    async def operators(self, names: Sequence[str] | None = None) -> Mapping[str, Operator]:
+        return await self._run(self._front.call, "operators", names)
 
     async def supervised(self, examples: list[tuple[Tensor, Tensor]], learning_rate: float) -> dict[str, float]:
         """One update of the supervised warm-up."""

@@ -31,7 +31,9 @@ from lockstep.learner.ranks import Ranks
 from lockstep.learner.rows import admit
 from lockstep.learner.update_scale import UpdateScale
 from lockstep.learner.updates import Updater
-from lockstep.types import Group
+from lockstep.models.lowbit import LowBitWeights
+from lockstep.models.operators import learner_operators
+from lockstep.types import Group, Operator
 
 
 class LearnerCore:
@@ -46,15 +48,17 @@ class LearnerCore:
         num_updates: int,
         ranks: Ranks | None = None,
         update_scale: UpdateScale | None = None,
+        low_bit: LowBitWeights | None = None,
     ) -> None:
         """`module` runs `lockstep_varlen` attention and has a `LogProbHead` (with a value if the algorithm needs one).
 
-        `num_updates` are the optimiser updates of the whole run, for the schedule.
+        `num_updates` are the optimiser updates of the whole run, for the schedule. `low_bit` is what the engine runs
+        of the matrices; whether the module's own forward runs it too is for whoever built the module.
         """
         self.algorithm, self.config, self.ranks = algorithm, config, ranks or Ranks.current(module.device)
         self.objective, self.advantage = algorithm.build_objective(), algorithm.build_advantage()
         self._correction: str | None = None  # in place of the recipe's
-        self.updater = Updater(module, config, num_updates, self.ranks, update_scale)
+        self.updater = Updater(module, config, num_updates, self.ranks, update_scale, low_bit)
         self.begin(version=0)
 
     @property
@@ -94,6 +98,8 @@ class LearnerCore:
         assert self._measured, "finish follows measure: the last groups would be lost"
         with self._working():
             result = _summary(self._pass.finish(skip)) | self._tallied()
+            if self.updater.low_bit is not None:
+                result |= self.updater.low_bit.changed()
         return result | {
             "time/learn": self._busy,
             "perf/train_tokens_per_s": self._num_tokens / self._busy,
@@ -136,6 +142,18 @@ class LearnerCore:
     def checkpoint(self) -> dict[str, Tensor]:
         """The weights as a Hugging Face checkpoint has them: without update-aware scaling."""
         return self.updater.update_scale.end(self.updater.masters, self.weights())
+
+    def published(self) -> dict[str, Tensor]:
+        """What the engine loads: low-bit tensors, as they were made after the last update, in place of matrices."""
+        weights, low_bit = self.weights(), self.updater.low_bit
+        if low_bit is None:
+            return weights
+        return {n: w for n, w in weights.items() if n not in low_bit.encoded} | low_bit.publish()
+
+    def operators(self, names: Sequence[str] | None = None) -> dict[str, Operator]:
+        """What the forward runs each weight in, with the digest of what is published for it."""
+        updater = self.updater
+        return learner_operators(updater.module, self.weights(), updater.low_bit, updater.dtype, names)
 
     def save(self, folder: Path) -> None:
         """All a bit-exact resume needs: master weights, optimiser, counters, loss scale, value head, correction."""

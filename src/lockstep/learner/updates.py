@@ -20,6 +20,7 @@ from lockstep.learner.precision import MasterWeights, Skip
 from lockstep.learner.ranks import Ranks
 from lockstep.learner.scoring import Scores, score
 from lockstep.learner.update_scale import UpdateScale, in_words
+from lockstep.models.lowbit import LowBitWeights
 from lockstep.types import Batch
 
 
@@ -44,9 +45,11 @@ class Updater:
         num_updates: int,
         ranks: Ranks,
         update_scale: UpdateScale | None = None,
+        low_bit: LowBitWeights | None = None,
     ) -> None:
-        """`num_updates` of the whole run shape the schedule."""
+        """`num_updates` of the whole run shape the schedule. `low_bit` is made anew whenever the masters change."""
         self.module, self.config, self.num_updates, self.ranks = module, config, num_updates, ranks
+        self.low_bit = low_bit
         self.dtype = config.torch_dtype(ranks.device)
         prepare(module, self.dtype, config.activation_checkpointing, ranks)
         self.masters = MasterWeights(module, self.dtype)
@@ -114,6 +117,8 @@ class Updater:
         outcome = self.masters.step(
             self.optimiser, max_norm=self.config.clip_norm, denominator=count / self.ranks.world
         )
+        if outcome.skipped is None:
+            self._encode()
         count = count or 1.0
         return Applied(loss / count, value_loss / count, outcome.grad_norm, rate, outcome.skipped)
 
@@ -121,6 +126,10 @@ class Updater:
         """In place of `apply`: the gradient is forgotten; weights, optimiser and schedule stay where they are."""
         self.discard()
         return Applied(0.0, 0.0, 0.0, self._scheduled_rate, Skip.REFUSED)
+
+    def _encode(self) -> None:
+        if self.low_bit is not None:
+            self.low_bit.refresh(dict(self.masters.named_parameters()))
 
     @property
     def _scheduled_rate(self) -> float:
@@ -143,6 +152,7 @@ class Updater:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """What was learned, not how: decay, betas and the like stay as the recipe has them now."""
         self.masters.load_state_dict(state["masters"])
+        self._encode()
         self.optimiser.load_state_dict(self.optimiser.state_dict() | {"state": state["optimiser"]["state"]})
         self.update = state["update"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from lockstep.config import Config, Plugin, plugin
 from lockstep.types import SamplingParams
@@ -12,11 +12,17 @@ from lockstep.types import SamplingParams
 UpdatePolicy = Literal["keep_kv", "reprefill", "drain"]
 
 
+def _high_is_none(value: object) -> object:
+    return None if value == "high" else value
+
+
 class RolloutConfig(Config):
     """How answers are sampled in training."""
 
     engine: Annotated[Plugin, plugin("lockstep.rollout.engines")] = Field(default="embedded", validate_default=True)  # type: ignore[assignment]
     """what samples"""
+    precision: Annotated[Plugin | None, plugin("lockstep.quant.formats"), BeforeValidator(_high_is_none)] = None
+    """low-bit format of the engine's matrices; unset, or "high": the precision the learner computes in"""
     max_tokens: int = Field(default=256, ge=1)
     """longest answer; a longer one is cut off and counted as truncated"""
     temperature: float = Field(default=1.0, ge=0)

@@ -10,13 +10,14 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lockstep.config import ConfigError
+from lockstep.models.operators import engine_operators
 from lockstep.models.paged import KVCache, kv_shape
 from lockstep.rollout.config import RolloutConfig
 from lockstep.rollout.pages import PagePool
 from lockstep.rollout.runner import Runner
 from lockstep.rollout.scheduler import Scheduler
 from lockstep.rollout.sequence import Sequence
-from lockstep.types import Completion, Request, StopReason
+from lockstep.types import Completion, Operator, Request, StopReason
 
 PAGE_SIZE = 16
 
@@ -36,11 +37,12 @@ class EngineCore:
         self.end_tokens = frozenset(end_tokens)
         self.context: int = module.config.get_text_config().max_position_embeddings
         self.kv_gib = config.kv_gib
-        parameter = next(module.parameters())
-        num_pages = self._num_pages(config, parameter.dtype)
+        parameter = module.get_input_embeddings().weight  # matrices may be low-bit
+        self.dtype: torch.dtype = parameter.dtype
+        num_pages = self._num_pages(config, self.dtype)
         self.capacity = num_pages * PAGE_SIZE
         cache = KVCache(
-            module.config, num_pages=num_pages, page_size=PAGE_SIZE, dtype=parameter.dtype, device=parameter.device
+            module.config, num_pages=num_pages, page_size=PAGE_SIZE, dtype=self.dtype, device=parameter.device
         )
         pages_per_seq = min(num_pages, -(-self.context // PAGE_SIZE))
         self.runner = Runner(module, cache, max_seqs=config.max_seqs, max_pages_per_seq=pages_per_seq)
@@ -121,6 +123,9 @@ class EngineCore:
         with torch.no_grad():
             for name, tensor in weights.items():
                 own[name].copy_(tensor)
+
+    def operators(self, names: Seq[str] | None = None) -> dict[str, Operator]:
+        return engine_operators(self.module, self.dtype, names)
 
     def _stopped(self, seq: Sequence) -> StopReason | None:
         params = seq.request.params

@@ -15,11 +15,12 @@ from typing import Any, TypeVar
 from lockstep.data.chat import end_tokens
 from lockstep.models import paged
 from lockstep.models.loading import Loaded
+from lockstep.models.lowbit import LowBitWeights
 from lockstep.models.twins import twin
 from lockstep.protocols import WeightStore
 from lockstep.rollout.config import RolloutConfig, UpdatePolicy
 from lockstep.rollout.core import EngineCore
-from lockstep.types import Completion, Request
+from lockstep.types import Completion, Operator, Request
 
 Result = TypeVar("Result")
 Send = Callable[[Completion | RuntimeError], None]
@@ -71,9 +72,16 @@ class Embedded:
         self._thread.start()
 
     @classmethod
-    def start(cls, loaded: Loaded, config: RolloutConfig, store: WeightStore | None) -> Embedded:
-        """As every engine of this folder starts: on a loaded model, with buffers of its own if there is a store."""
+    def start(
+        cls, loaded: Loaded, config: RolloutConfig, store: WeightStore | None, low_bit: LowBitWeights | None = None
+    ) -> Embedded:
+        """As every engine of this folder starts: on a loaded model, with buffers of its own if there is a store.
+
+        `low_bit` takes the place of the model's matrices.
+        """
         view = twin(loaded.module, paged.NAME, share=store is None)
+        if low_bit is not None:
+            low_bit.run_by_engine(view, share=store is None)
         ends = end_tokens(loaded.tokenizer, loaded.module.generation_config.eos_token_id)  # type: ignore[union-attr]
         return cls(EngineCore(view, loaded.tokenizer, ends, config), store=store, update=config.update)
 
@@ -101,6 +109,9 @@ class Embedded:
     async def update_weights(self, version: int) -> None:
         """consumes: one version of the store · waits for: the step under way, or with `drain` the running answers"""
         await self._call(lambda: self._apply_update(version), drained=self._policy == "drain")
+
+    async def operators(self, names: Sequence[str] | None = None) -> Mapping[str, Operator]:
+        return await self._call(lambda: self._core.operators(names))
 
     async def reset_cache(self) -> None:
         await self._call(self._core.scheduler.forget_prefixes)

@@ -1,0 +1,94 @@
+"""The quantized matrices of a model: made once per update, from the master weights, for everyone who runs them.
+
+The learner's forward, the publication and, where it shares the learner's memory, the engine read the same tensors.
+Whoever quantized a second time, or from rounded weights, would run another model.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from lockstep.config import Plugin
+from lockstep.quant.encoded import Encoded
+from lockstep.quant.format import Format
+from lockstep.quant.layers import quantized_layers
+from lockstep.quant.modules import install, install_straight_through
+
+LAYER = re.compile(r"\.(\d+)\.")
+
+
+class LowBitWeights:
+    """Encoded weights by Hugging Face name, refreshed in place after every update."""
+
+    def __init__(self, module: PreTrainedModel, precision: Plugin, *, updates_per_version: int = 1) -> None:
+        """Of a module as it was loaded. ConfigError if one of its matrices cannot be quantized.
+
+        With several updates per version the last published codes are kept too, to count those that changed.
+        """
+        self.precision, self.format = precision.name, _format(precision)
+        self.layers = quantized_layers(module)
+        weights = dict(module.named_parameters())
+        self.encoded = {layer.name: self.format.quantize(weights[layer.name].detach()) for layer in self.layers}
+        self._published = _copies(self.encoded) if updates_per_version > 1 else None
+        self._changed: dict[str, Tensor] = {}
+
+    def run_by_engine(self, view: PreTrainedModel, *, share: bool) -> None:
+        """The engine's view computes on these tensors, or on copies of its own."""
+        install(view, self.layers, self.format, self.encoded if share else _copies(self.encoded))
+
+    def run_by_learner(self, module: PreTrainedModel) -> None:
+        """The learner's forward computes on these tensors; its parameters keep their names and get the gradients."""
+        install_straight_through(module, self.layers, self.format, self.encoded.__getitem__)
+
+    @torch.no_grad()
+    def refresh(self, masters: Mapping[str, Tensor]) -> None:
+        """Quantizes the masters as they are now; under FSDP2 every rank must call it."""
+        for name, held in self.encoded.items():
+            made = self.format.quantize(_whole(masters[name].detach()))
+            self._changed[name] = made.changed(self._published[name] if self._published else held)
+            held.copy_(made)
+
+    def publish(self) -> dict[str, Tensor]:
+        """What the engine loads in place of the matrices: the live tensors, `NAME.codes` and `NAME.scales`."""
+        if self._published:
+            for name, held in self._published.items():
+                held.copy_(self.encoded[name])
+        return {f"{name}.{part}": t for name, e in self.encoded.items() for part, t in e.tensors.items()}
+
+    def changed(self) -> dict[str, float]:
+        """The share of codes that differ from the version before, in all and by decoder layer."""
+        if not self._changed:
+            return {}
+        shares = torch.stack(list(self._changed.values())).tolist()
+        found: defaultdict[str, list[tuple[float, int]]] = defaultdict(list)
+        for name, share in zip(self._changed, shares, strict=True):
+            weighed = (share, math.prod(self.encoded[name].shape))
+            found["quant/changed"].append(weighed)
+            if layer := LAYER.search(name):
+                found[f"quant/changed/layer{layer[1]}"].append(weighed)
+        return {key: _mean(values) for key, values in found.items()}
+
+
+def _format(precision: Plugin) -> Format:
+    return precision.build()
+
+
+def _copies(encoded: Mapping[str, Encoded]) -> dict[str, Encoded]:
+    return {name: replace(e, codes=e.codes.clone(), scales=e.scales.clone()) for name, e in encoded.items()}
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _mean(weighed: list[tuple[float, int]]) -> float:
+    return sum(share * size for share, size in weighed) / sum(size for _, size in weighed)
