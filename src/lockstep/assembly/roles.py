@@ -146,9 +146,7 @@ def low_bit_weights(recipe: Recipe, loaded: Loaded) -> LowBitWeights | None:
     """What the engine runs in place of the matrices; None in high precision. Before anything changes the module."""
     if recipe.rollout.precision is None:
         return None
-    return LowBitWeights(
-        loaded.module, recipe.rollout.precision, updates_per_version=recipe.learner.num_updates
-    )
+    return LowBitWeights(loaded.module, recipe.rollout.precision, updates_per_version=recipe.learner.num_updates)
 
 
 def learner_core(recipe: Recipe, loaded: Loaded, ranks: Ranks, low_bit: LowBitWeights | None) -> LearnerCore:

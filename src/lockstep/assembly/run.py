@@ -19,6 +19,7 @@ from lockstep.assembly.recipe import Recipe
 from lockstep.assembly.roles import Training, learner_core, load_model, low_bit_weights
 from lockstep.assembly.warmup import Supervised
 from lockstep.config import ConfigError
+from lockstep.controller.audit import Audit
 from lockstep.controller.checkpoints import Checkpoints, Progress
 from lockstep.controller.governor import Halted
 from lockstep.controller.loop import Controller, Roles
@@ -182,6 +183,7 @@ class _Run:
                 sample=roles.prompts,
                 evaluate=evaluator.run if evaluator else None,
                 checkpoints=self.checkpoints,
+                audit=Audit(roles.engine, roles.learner, aligned=self.recipe.learner.alignment == "aligned"),
                 corrections=stronger(self.recipe.algorithm),
             ),
             self.recipe.train,

@@ -29,6 +29,7 @@ def run() -> int:
     """Bad input, a full disk and a diverged model are told in one line; anything else is a bug, with its traceback."""
     from lockstep.assembly.outcome import Governed, Interrupted
     from lockstep.cli.app import app
+    from lockstep.controller.audit import AuditFailed
 
     try:
         app()
@@ -40,7 +41,7 @@ def run() -> int:
         return _tell(f"{stop}\nsaved; {stop.root}/report.html shows it; --resume {stop.root} goes on", GOVERNED)
     except ConfigError as error:
         return _tell(f"error: {error}", BAD_INPUT)
-    except (OSError, FloatingPointError) as error:
+    except (OSError, FloatingPointError, AuditFailed) as error:
         return _tell(f"error: {error}", FAILED)
     except KeyboardInterrupt:
         return _tell("stopped at once, without saving; the last checkpoint is whole", STOPPED)

@@ -128,6 +128,28 @@ def export(
 
 
 @app.command()
+def audit(
+    checkpoint: Annotated[
+        str, typer.Argument(help="a run (its best checkpoint is taken), or a Hugging Face checkpoint")
+    ],
+    overrides: Overrides = None,
+    recipe: Annotated[str | None, typer.Option(help="how it is to be trained; not needed for a run")] = None,
+) -> None:
+    """Show what sampler and learner run, layer by layer (format, kernel, bytes); exit code 1 if they differ anywhere.
+
+    Training does the same before its first step and, on a few layers, after every weight sync.
+
+    Examples:
+
+    * `lockstep audit runs/quickstart`
+    * `lockstep audit path/to/model --recipe gsm8k rollout.precision=w4a16`
+    """
+    from lockstep.cli import audit as command
+
+    command.audit(checkpoint, overrides or [], recipe=recipe, console=console)
+
+
+@app.command()
 def report(
     runs: Annotated[list[Path], typer.Argument(help="one run, or several to compare")],
     out: Annotated[Path, typer.Option(help="where a comparison is written")] = Path("comparison.html"),

@@ -22,7 +22,7 @@ from lockstep.types import Message, Request, Sample, Trajectory
 
 
 def evaluate(checkpoint: str, overrides: Sequence[str], *, recipe: str | None, show: int, console: Console) -> None:
-    path, chosen = _checkpoint_and_recipe(checkpoint, overrides, recipe)
+    path, chosen = checkpoint_and_recipe(checkpoint, overrides, recipe)
     if not chosen.eval.samples:
         raise ConfigError("eval.samples is 0: there is nothing to evaluate")
     shown: list[tuple[Sample, Trajectory]] = []
@@ -95,7 +95,8 @@ def generate(
     asyncio.run(run())
 
 
-def _checkpoint_and_recipe(checkpoint: str, overrides: Sequence[str], recipe: str | None) -> tuple[str, Recipe]:
+def checkpoint_and_recipe(checkpoint: str, overrides: Sequence[str], recipe: str | None) -> tuple[str, Recipe]:
+    """Of a run, or of a checkpoint with the recipe it is to be used with."""
     path = resolve_checkpoint(checkpoint)
     if recipe is not None:
         tables = load(Recipe, recipe_files.find(recipe), overrides)

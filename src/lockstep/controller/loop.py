@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from lockstep.controller.audit import Audit
 from lockstep.controller.checkpoints import Checkpoints, Progress
 from lockstep.controller.config import CheckpointConfig, TrainConfig
 from lockstep.controller.gate import Gate, Stopped
@@ -32,6 +33,7 @@ class Roles:
     evaluate: Evaluate | None
     checkpoints: Checkpoints
     corrections: Sequence[str] = ()  # stronger than the recipe's, weakest first; for the governor
+    audit: Audit | None = None
     raise_precision: RaisePrecision | None = None  # says what sampling now runs in, None if it was the highest
 
 
@@ -152,6 +154,8 @@ class Controller:
         self.gate.stop()
 
     async def _before_first_step(self) -> None:
+        if self.roles.audit is not None:
+            await self.roles.audit.whole()
         if self.progress.step == 0:
             if self.roles.evaluate is not None:
                 await self._evaluate()
@@ -165,6 +169,8 @@ class Controller:
             result = await self.roles.learner.step(self.progress.step, self._groups(), self._approve)
             learned = time.monotonic()
             await self.roles.engine.update_weights(result.version)
+            if self.roles.audit is not None:
+                await self.roles.audit.sample(result.version)
             await self.steward.act(self.progress.step + 1)
             self._note_progress(result)
             now = time.monotonic()

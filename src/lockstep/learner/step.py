@@ -153,7 +153,9 @@ class LearnerCore:
     def operators(self, names: Sequence[str] | None = None) -> dict[str, Operator]:
         """What the forward runs each weight in, with the digest of what is published for it."""
         updater = self.updater
-        return learner_operators(updater.module, self.weights(), updater.low_bit, updater.dtype, names)
+        weights = full_weights(updater.module, updater.dtype, names)
+        encoded = updater.low_bit.encoded if updater.low_bit else {}
+        return learner_operators(updater.module, weights, encoded, updater.dtype)
 
     def save(self, folder: Path) -> None:
         """All a bit-exact resume needs: master weights, optimiser, counters, loss scale, value head, correction."""

@@ -55,6 +55,7 @@ class Updater:
         self.masters = MasterWeights(module, self.dtype)
         self.update_scale = update_scale or UpdateScale()
         self.update_scale.begin(self.masters)
+        self._encode()
         self.build_optimiser()
         self.update = 0
         self._sums = torch.zeros(3, dtype=torch.float64, device=ranks.device)  # loss, value loss, count

@@ -10,40 +10,38 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from lockstep.models.lowbit import LowBitWeights
 from lockstep.quant.encoded import Encoded
 from lockstep.quant.format import Format
 from lockstep.quant.modules import low_bit_weights, straight_through_weights
 from lockstep.types import Operator
 
+CHUNK = 2**24  # words digested at once, which bounds the memory it takes
 
-def engine_operators(
-    view: nn.Module, dtype: torch.dtype, names: Sequence[str] | None = None
-) -> dict[str, Operator]:
-    """Of the engine's view of a model that computes in `dtype`."""
+
+def engine_operators(view: nn.Module, dtype: torch.dtype, names: Sequence[str] | None = None) -> dict[str, Operator]:
+    """Of the engine's view of a model that computes in `dtype`: of these weights, or all."""
     low_bit = dict(low_bit_weights(view))
-    inside = tuple(f"{name}." for name in low_bit)
-    plain = {name: t for name, t in view.state_dict().items() if not name.startswith(inside)}
-    found = {name: (lambda w=w: _low_bit(w.format, w.encoded, dtype)) for name, w in low_bit.items()}
-    found |= {name: (lambda t=t: _plain(t)) for name, t in plain.items()}
-    return {name: found[name]() for name in (names if names is not None else found)}
+    plain = view.state_dict()
+    if names is None:
+        inside = tuple(f"{name}." for name in low_bit)
+        names = [*low_bit, *(name for name in plain if not name.startswith(inside))]
+    return {
+        name: _low_bit(low_bit[name].format, low_bit[name].encoded, dtype) if name in low_bit else _plain(plain[name])
+        for name in names
+    }
 
 
 def learner_operators(
-    module: nn.Module,
-    weights: Mapping[str, Tensor],
-    low_bit: LowBitWeights | None,
-    dtype: torch.dtype,
-    names: Sequence[str] | None = None,
+    module: nn.Module, weights: Mapping[str, Tensor], encoded: Mapping[str, Encoded], dtype: torch.dtype
 ) -> dict[str, Operator]:
-    """Of the learner's module; `weights` and `low_bit` are what it publishes, and give the digests."""
+    """Of the learner's module, for these weights. What it publishes for them, `encoded` if there is, is digested."""
     aligned = dict(straight_through_weights(module))
-    encoded = low_bit.encoded if low_bit else {}
     found = {}
-    for name in names if names is not None else weights:
-        runs = _low_bit(aligned[name], encoded[name], dtype) if name in aligned else _plain(weights[name])
-        published = encoded[name].tensors.values() if name in encoded else [weights[name]]
-        found[name] = Operator(format=runs.format, kernel=runs.kernel, digest=digest(published))
+    for name, weight in weights.items():
+        if name in aligned:
+            found[name] = _low_bit(aligned[name], encoded[name], dtype)
+        else:
+            found[name] = _plain(weight, published=encoded.get(name))
     return found
 
 
@@ -55,8 +53,9 @@ def _low_bit(format: Format, weight: Encoded, dtype: torch.dtype) -> Operator:
     )
 
 
-def _plain(weight: Tensor) -> Operator:
-    return Operator(format=str(weight.dtype).removeprefix("torch."), kernel="torch", digest=digest([weight]))
+def _plain(weight: Tensor, published: Encoded | None = None) -> Operator:
+    bytes_of = published.tensors.values() if published else [weight]
+    return Operator(format=str(weight.dtype).removeprefix("torch."), kernel="torch", digest=digest(bytes_of))
 
 
 @torch.no_grad()
@@ -65,7 +64,7 @@ def digest(tensors: Iterable[Tensor]) -> int:
     total = 0
     for tensor in tensors:
         raw = tensor.detach().contiguous().view(-1).view(torch.uint8)
-        words = nn.functional.pad(raw, (0, -len(raw) % 8)).view(torch.int64)
-        places = torch.arange(1, 2 * len(words), 2, device=words.device)  # odd, so that no word is multiplied away
-        total = (total * 31 + int((words * places).sum())) % 2**64
+        for part in nn.functional.pad(raw, (0, -len(raw) % 8)).view(torch.int64).split(CHUNK):
+            places = torch.arange(1, 2 * len(part), 2, device=part.device)  # odd, so that no word is multiplied away
+            total = (total * 31 + int((part * places).sum())) % 2**64
     return total

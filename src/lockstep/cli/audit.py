@@ -1,0 +1,51 @@
+"""`lockstep audit`: what sampler and learner run, layer by layer."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Mapping, Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from lockstep.assembly.roles import Training, load_model
+from lockstep.cli.inference import checkpoint_and_recipe
+from lockstep.controller.audit import AuditFailed, differences
+from lockstep.report.recorder import Recorders
+from lockstep.types import Operator
+
+
+def audit(checkpoint: str, overrides: Sequence[str], *, recipe: str | None, console: Console) -> None:
+    """Builds both sides as training would, publishes once, and compares. Raises AuditFailed on any difference."""
+    path, chosen = checkpoint_and_recipe(checkpoint, overrides, recipe)
+
+    async def run() -> tuple[Mapping[str, Operator], Mapping[str, Operator]]:
+        roles = Training(chosen, load_model(chosen, path), Recorders([]))
+        try:
+            await roles.learner.publish(1)
+            await roles.engine.update_weights(1)
+            learner = await roles.learner.operators()
+            return await roles.engine.operators(sorted(learner)), learner
+        finally:
+            await roles.close()
+
+    with console.status("loading both sides"):
+        engine, learner = asyncio.run(run())
+    console.print(_table(engine, learner))
+    if found := differences(engine, learner, aligned=True):
+        raise AuditFailed(f"{len(found)} of {len(learner)} weights differ: {found[0]}")
+    console.print(f"{len(learner)} weights: same bytes, same format, same kernel on both sides")
+
+
+def _table(engine: Mapping[str, Operator], learner: Mapping[str, Operator]) -> Table:
+    """Layers that run the same way share a row: `model.layers.*.mlp.up_proj.weight`, 28 of them."""
+    rows: dict[tuple[str, ...], list[bool]] = {}
+    for name, ours in learner.items():
+        theirs = engine[name]
+        key = (re.sub(r"\.\d+\.", ".*.", name), theirs.format, theirs.kernel, ours.format, ours.kernel)
+        rows.setdefault(key, []).append(theirs.digest == ours.digest)
+    table = Table("weight", "", "sampler", "kernel", "learner", "kernel", "bytes")
+    for (name, *runs), same in rows.items():
+        table.add_row(name, str(len(same)), *runs, "same" if all(same) else f"{same.count(False)} differ")
+    return table
