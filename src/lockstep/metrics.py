@@ -196,6 +196,13 @@ METRICS = (
         "as above",
         part="len*",
     ),
+    Metric(
+        "quant/changed",
+        "share of low-bit codes that differ from the version before",
+        "above 0",
+        "near 0 while the loss still has a gradient: updates are too small for the codes to see them",
+    ),
+    Metric("quant/changed/*", "the same for one decoder layer"),
     Metric("perf/rollout_tokens_per_s", "sampled tokens per second the engine was busy"),
     Metric("perf/train_tokens_per_s", "tokens learned from per second the learner was busy"),
     Metric("perf/samples_per_s", "answers sampled for a step, replaced ones too, per second of wall time"),

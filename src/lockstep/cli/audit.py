@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from lockstep.assembly.roles import Training, load_model
 from lockstep.cli.inference import checkpoint_and_recipe
@@ -40,12 +40,18 @@ def audit(checkpoint: str, overrides: Sequence[str], *, recipe: str | None, cons
 
 def _table(engine: Mapping[str, Operator], learner: Mapping[str, Operator]) -> Table:
     """Layers that run the same way share a row: `model.layers.*.mlp.up_proj.weight`, 28 of them."""
-    rows: dict[tuple[str, ...], list[bool]] = {}
+    rows: dict[tuple[str, str, str], list[bool]] = {}
     for name, ours in learner.items():
         theirs = engine[name]
-        key = (re.sub(r"\.\d+\.", ".*.", name), theirs.format, theirs.kernel, ours.format, ours.kernel)
+        key = (re.sub(r"\.\d+\.", ".*.", name), _runs(theirs), _runs(ours))
         rows.setdefault(key, []).append(theirs.digest == ours.digest)
-    table = Table("weight", "", "sampler", "kernel", "learner", "kernel", "bytes")
-    for (name, *runs), same in rows.items():
-        table.add_row(name, str(len(same)), *runs, "same" if all(same) else f"{same.count(False)} differ")
+    table = Table(Column("weight", overflow="fold"), "", "sampler", "learner", "bytes")
+    for (name, sampler, learner_runs), same in rows.items():
+        alike = "the same" if sampler == learner_runs else f"[red]{learner_runs}[/red]"
+        bytes_ = "the same" if all(same) else f"[red]{same.count(False)} differ[/red]"
+        table.add_row(name, str(len(same)), sampler, alike, bytes_)
     return table
+
+
+def _runs(operator: Operator) -> str:
+    return operator.format if operator.kernel == "torch" else f"{operator.format}, {operator.kernel}"

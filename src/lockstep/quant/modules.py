@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -107,7 +108,7 @@ def install_straight_through(
             assert isinstance(owner, nn.Linear)
             module.set_submodule(layer.module_name, StraightThroughLinear(owner, format, current))
         else:
-            setattr(owner, f"{layer.name.rpartition('.')[2]}_product", _grouped_product(format, current))
+            setattr(owner, f"{layer.name.rpartition('.')[2]}_product", GroupedProduct(format, current))
             _use_experts_function(owner, STRAIGHT_THROUGH)
 
 
@@ -116,13 +117,30 @@ def low_bit_weights(module: nn.Module) -> Iterator[tuple[str, LowBitWeight]]:
     return ((name, part) for name, part in module.named_modules() if isinstance(part, LowBitWeight))
 
 
+def straight_through_weights(module: nn.Module) -> Iterator[tuple[str, Format]]:
+    """What a learner's module really runs in low bits, by the weight's name, and in which format."""
+    for path, part in module.named_modules():
+        if isinstance(part, StraightThroughLinear):
+            yield f"{path}.weight", part.format
+        products = {key: value for key, value in vars(part).items() if isinstance(value, GroupedProduct)}
+        for key, product in products.items():
+            yield f"{path}.{key.removesuffix('_product')}", product.format
+
+
 def _bind(lookup: Lookup, name: str) -> Callable[[], Encoded]:
     """A function, not a bound method: deep copies of the module then share what it looks up."""
     return lambda: lookup(name)
 
 
-def _grouped_product(format: Format, current: Callable[[], Encoded]) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    return lambda weight, x, offsets: straight_through.grouped(x, offsets, weight, current(), format)
+@dataclass(frozen=True, slots=True)
+class GroupedProduct:
+    """One of the two products of the learner's experts; `weight` is their parameter."""
+
+    format: Format
+    current: Callable[[], Encoded]
+
+    def __call__(self, weight: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
+        return straight_through.grouped(x, offsets, weight, self.current(), self.format)
 
 
 def _use_experts_function(experts: Any, name: str) -> None:

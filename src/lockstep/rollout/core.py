@@ -37,8 +37,8 @@ class EngineCore:
         self.end_tokens = frozenset(end_tokens)
         self.context: int = module.config.get_text_config().max_position_embeddings
         self.kv_gib = config.kv_gib
-        parameter = module.get_input_embeddings().weight  # matrices may be low-bit
-        self.dtype: torch.dtype = parameter.dtype
+        parameter = next(module.parameters())  # of the embedding: matrices may be low-bit
+        self.dtype = parameter.dtype
         num_pages = self._num_pages(config, self.dtype)
         self.capacity = num_pages * PAGE_SIZE
         cache = KVCache(
