@@ -98,7 +98,9 @@ def presets_page() -> str:
         'A paper\'s settings, every number with its source or the words *not stated*. `preset = "qurl"` at the top of '
         "a recipe lays them under the recipe's own keys; `lockstep train my.toml preset=qurl` lays them above, in "
         "place of the recipe's whole method. What defines the method is applied; what belongs to the paper's scale, "
-        "such as its learning rate, is told under `[paper]` and left to you. `--dry-run` shows the origin of each."
+        "such as its learning rate, is told under `[paper]` and left to you. `--dry-run` shows the origin of each. "
+        "From weak to strong: defaults, the preset of the file, its own keys, a preset on the command line, the other "
+        "keys there."
     )
     entries = map(preset_entry, PRESETS.names())
     return "\n\n".join(["# Presets", GENERATED, _filled(about), *map(section, entries)]) + "\n"
