@@ -12,11 +12,18 @@ import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "learner"))
-from making import make_core, make_group
+from making import make_checkpoint, make_core, make_group
 
 from lockstep.learner.ranks import Front, join, leave, serve
 from lockstep.learner.step import LearnerCore
 from lockstep.types import Group
+
+REFERENCE = "reference"
+
+
+def prepare(folder: Path) -> None:
+    """Before the ranks start: the checkpoint that some cases are held to."""
+    make_checkpoint(folder / REFERENCE, seed=5)
 
 
 def steps(case: str) -> list[list[Group]]:
@@ -26,7 +33,8 @@ def steps(case: str) -> list[list[Group]]:
     return [[make_group(4 * s + i, (1.0, 0.0, 0.5, 0.0)) for i in range(4)] for s in range(2)]
 
 
-def build(name: str) -> LearnerCore:
+def build(name: str, folder: Path) -> LearnerCore:
+    """In a prepared folder."""
     algorithm, learner = {
         "streamed": ({"surrogate": "dapo"}, {"micro_tokens": 30}),
         "uneven": ({"surrogate": "grpo"}, {"micro_tokens": 12}),
@@ -35,13 +43,18 @@ def build(name: str) -> LearnerCore:
         "recomputed": ({"surrogate": "dapo"}, {"micro_tokens": 30, "activation_checkpointing": True}),
         "experts": ({"surrogate": "dapo"}, {"micro_tokens": 30}),
         "governed": ({"surrogate": "dapo"}, {"micro_tokens": 30}),
+        "held": ({"surrogate": "dapo", "kl": {"coef": 0.5}}, {"micro_tokens": 30}),
+        "penalised": ({"surrogate": "dapo", "kl": {"estimator": "k1", "where": "reward"}}, {"micro_tokens": 30}),
         "summed": ({"surrogate": "rloo"}, {"micro_tokens": 40, "mini_steps": 2}),
         "normed": ({"surrogate": "dr_grpo", "correction": ["tis", "veto"]}, {"micro_tokens": 30}),
         "batch-wide": ({"surrogate": "reinforce_pp", "correction": "icepop"}, {"micro_tokens": 40}),
         "bfloat16": ({"surrogate": "dapo"}, {"micro_tokens": 30, "dtype": "bfloat16"}),
     }[name]
     seed = dist.get_rank() if dist.is_initialized() else 0
-    return make_core(algorithm, learner, seed=seed, experts=name == "experts")
+    core = make_core(algorithm, learner, seed=seed, experts=name == "experts")
+    if "kl" in algorithm:
+        core.load_reference(str(folder / REFERENCE))
+    return core
 
 
 def drive(front: Front, name: str, folder: Path) -> None:
@@ -65,7 +78,7 @@ def drive(front: Front, name: str, folder: Path) -> None:
 def main(folder: Path, names: list[str]) -> None:
     assert join(torch.device("cpu"), timedelta(seconds=60)).world == 2
     for name in names:
-        core = build(name)
+        core = build(name, folder)
         if dist.get_rank() == 0:
             front = Front(core)
             drive(front, name, folder / name)

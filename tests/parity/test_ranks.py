@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from rank_worker import build, drive
+from rank_worker import build, drive, prepare
 
 from lockstep.learner.checkpoint import FILE
 from lockstep.learner.ranks import Front
 
 EXACT = ("streamed", "uneven", "replayed", "values", "recomputed", "experts")
-EXACT = (*EXACT, "governed", "summed", "normed", "batch-wide")
+EXACT = (*EXACT, "governed", "held", "penalised", "summed", "normed", "batch-wide")
 CASES = (*EXACT, "bfloat16")
 MEASURED = ("time/learn", "perf/train_tokens_per_s", "perf/memory_gib")
 
@@ -28,6 +28,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
+    prepare(folder)
     worker = str(Path(__file__).with_name("rank_worker.py"))
     command = [sys.executable, worker, str(folder), *CASES]
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
@@ -42,7 +43,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("case", EXACT)
 def test_two_ranks_equal_one(two_ranks: Path, tmp_path: Path, case: str) -> None:
-    drive(Front(build(case)), case, tmp_path)
+    drive(Front(build(case, two_ranks)), case, tmp_path)
     one, two = (torch.load(folder / "weights.pt") for folder in (tmp_path, two_ranks / case))
     assert one.keys() == two.keys()
     for name in one:
@@ -52,7 +53,7 @@ def test_two_ranks_equal_one(two_ranks: Path, tmp_path: Path, case: str) -> None
 
 def test_two_ranks_learn_in_bfloat16_what_one_learns(two_ranks: Path, tmp_path: Path) -> None:
     """Micro-batches differ, and so does what bfloat16 rounds; the masters' way from the start is the same to 3%."""
-    core = build("bfloat16")
+    core = build("bfloat16", two_ranks)
     start = {name: tensor.detach().clone() for name, tensor in core.updater.masters.named_parameters()}
     drive(Front(core), "bfloat16", tmp_path)
     one, two = (torch.load(folder / FILE)["masters"]["weights"] for folder in (tmp_path, two_ranks / "bfloat16"))
@@ -70,7 +71,7 @@ def assert_same_metrics(one: Path, two: Path, *, rel: float, smallest: float) ->
 
 
 def test_a_checkpoint_of_two_ranks_resumes_on_one(two_ranks: Path) -> None:
-    core = build("streamed")
+    core = build("streamed", two_ranks)
     core.load(two_ranks / "streamed")
     weights = torch.load(two_ranks / "streamed" / "weights.pt")
     assert all(torch.equal(tensor, weights[name]) for name, tensor in core.weights().items())

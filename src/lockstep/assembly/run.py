@@ -20,7 +20,7 @@ from lockstep.assembly.roles import Training, learner_core, load_model, low_bit_
 from lockstep.assembly.warmup import Supervised
 from lockstep.config import ConfigError
 from lockstep.controller.audit import Audit
-from lockstep.controller.checkpoints import Checkpoints, Progress
+from lockstep.controller.checkpoints import Checkpoints, Progress, force_to_disk
 from lockstep.controller.governor import Halted
 from lockstep.controller.loop import Controller, Roles
 from lockstep.data.supervised import Demonstrations
@@ -122,6 +122,7 @@ class _Run:
         self.recorder = Recorders([recorder, view])
         self.view = view
         self.warmup_folder = folder.root / "warmup"
+        self.reference_folder = folder.root / "reference"
 
     async def main(self, found: tuple[Path, Progress] | None) -> Progress:
         """consumes: the last checkpoint, if any · waits for: the loop · unblocked by: its last step, or a signal"""
@@ -132,17 +133,28 @@ class _Run:
         roles = Training(self.recipe, loaded, self.recorder, version=progress.version)
         try:
             if checkpoint is not None:
-                await roles.learner.load(checkpoint)
-                self.folder.write_config(self.recipe.model_dump(mode="json"))  # only keys that fit the run's state
-                self.recorder.event(progress.step, "resumed", f"resumed from {checkpoint.name}")
-            elif self.recipe.warmup:
-                await self._warm_up(roles)
+                await self._go_on(roles, checkpoint, progress)
+            else:
+                await self._begin(roles)
             progress = await self._learn(roles, progress)
         finally:
             await roles.close()
         if self.recipe.warmup and self.recipe.warmup.control and progress.step == self.recipe.train.steps:
             await self._control(progress)
         return progress
+
+    async def _go_on(self, roles: Training, checkpoint: Path, progress: Progress) -> None:
+        await roles.learner.load(checkpoint)
+        await self._load_reference(roles)
+        self.folder.write_config(self.recipe.model_dump(mode="json"))  # only keys that fit the run's state
+        self.recorder.event(progress.step, "resumed", f"resumed from {checkpoint.name}")
+
+    async def _begin(self, roles: Training) -> None:
+        if self.recipe.warmup:
+            await self._warm_up(roles)
+        if self.recipe.algorithm.kl and not self.recipe.algorithm.kl.reference:
+            await self._keep_reference(roles)
+        await self._load_reference(roles)
 
     async def _warm_up(self, roles: Training) -> None:
         assert self.recipe.warmup is not None
@@ -157,6 +169,25 @@ class _Run:
         shutil.rmtree(self.warmup_folder, ignore_errors=True)  # of a run that was killed before its first checkpoint
         self.warmup_folder.mkdir()
         await roles.learner.save(self.warmup_folder)
+
+    async def _keep_reference(self, roles: Training) -> None:
+        """On disk before the first checkpoint is, so that whoever finds a checkpoint finds the reference whole."""
+        shutil.rmtree(self.reference_folder, ignore_errors=True)  # of a run that was killed before its first checkpoint
+        self.reference_folder.mkdir()
+        await roles.learner.save_model(self.reference_folder)
+        force_to_disk([*self.reference_folder.rglob("*"), self.reference_folder])
+
+    async def _load_reference(self, roles: Training) -> None:
+        """A run's own reference is written once and read back by every start alike, the first one too."""
+        kl = self.recipe.algorithm.kl
+        if kl is None:
+            return
+        if not kl.reference and not self.reference_folder.is_dir():
+            raise ConfigError(
+                f"{self.folder.root} was begun without `algorithm.kl`, so the model it began with is not kept: "
+                "give a checkpoint as algorithm.kl.reference"
+            )
+        await roles.load_reference(kl.reference or str(self.reference_folder))
 
     def _supervised(self, roles: Training) -> Supervised:
         assert self.recipe.warmup is not None

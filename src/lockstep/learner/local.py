@@ -81,6 +81,10 @@ class LocalLearner:
         weights = await self._run(self._front.call, "checkpoint")
         await self._run(self._save_weights, folder, weights)
 
+    async def load_reference(self, path: str) -> None:
+        """The checkpoint a KL term is to."""
+        await self._run(self._front.call, "load_reference", path)
+
     async def load(self, folder: Path) -> None:
         await self._run(self._front.call, "load", folder)
 

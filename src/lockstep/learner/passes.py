@@ -1,8 +1,9 @@
 """The two ways through a step's groups.
 
 `Streamed`: one update, so the gradient of every full round is taken at once, while later groups are still sampled,
-and the forward's own log-probs are the proximal ones. `Replayed`: several updates, a value head or batch-wide
-advantages; a first pass freezes the proximal log-probs, and the updates come when the step is complete.
+and the forward's own log-probs are the proximal ones. `Replayed`: several updates, a value head, batch-wide
+advantages or a KL in the reward; a first pass freezes the proximal log-probs, and the updates come when the step is
+complete.
 
 A round is as many rows as fill a micro-batch on every rank; which rows it holds depends on their order alone.
 """
@@ -11,17 +12,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from lockstep.algorithms.diagnostics import Tally, explained, tally_entropy, tally_mismatch
+from lockstep.algorithms.diagnostics import Tally, explained, tally_entropy, tally_kl, tally_mismatch
 from lockstep.algorithms.objective import Objective
 from lockstep.algorithms.pieces import Advantage
+from lockstep.algorithms.reference import Penalty
 from lockstep.data.packing import Packer, Row, collate
 from lockstep.learner.config import LearnerConfig
-from lockstep.learner.rows import Judged, split, with_advantages
+from lockstep.learner.rows import Judged, penalise, split, with_advantages
 from lockstep.learner.updates import Applied, Updater
 
 
@@ -68,13 +70,15 @@ class Streamed:
             batch, scores, part = self._updater.backward(micro, self._objective, self.tally)
             tally_mismatch(self.tally, batch, scores.places, part.weight, self._objective.correction.cap)
             tally_entropy(self.tally, batch, scores.entropy)
+            tally_kl(self.tally, batch)
 
 
 @dataclass(frozen=True, slots=True)
 class Frozen:
-    """What the learner thought of a row before the first update."""
+    """What the learner, and the reference if there is one, thought of a row before the first update."""
 
     logp: Tensor  # [T]
+    logp_ref: Tensor | None  # [T]
     values: Tensor | None  # [T]
 
 
@@ -84,6 +88,7 @@ class Replayed:
     objective: Objective
     advantage: Advantage
     config: LearnerConfig
+    penalty: Penalty | None = None
     tally: Tally = field(default_factory=Tally)
 
     def __post_init__(self) -> None:
@@ -113,11 +118,11 @@ class Replayed:
         for micro in self.updater.shares(rows):
             batch, scores = self.updater.score(micro)
             tally_entropy(self.tally, batch, scores.entropy)
-            lengths = [len(row) for row in micro]
-            values = [None] * len(micro) if scores.value is None else scores.value.cpu().split(lengths)
-            for row, logp, value in zip(micro, scores.logp.cpu().split(lengths), values, strict=True):
+            tally_kl(self.tally, batch)
+            columns = (_by_row(micro, x) for x in (scores.logp, batch.logp_ref, scores.value))
+            for row, frozen in zip(micro, map(Frozen, *columns), strict=True):
                 if row in self._place:  # a blank one is not
-                    self._frozen[self._place[row]] = Frozen(logp, value)
+                    self._frozen[self._place[row]] = frozen
 
     def _compare(self) -> None:
         """Sampler and learner, once the sign of every advantage is known. The host still has all that this takes."""
@@ -129,7 +134,8 @@ class Replayed:
 
     def _scored_groups(self) -> list[Judged]:
         frozen = self.updater.ranks.merge(self._frozen)
-        return [replace(g, rows=tuple(_scored(r, frozen[self._place[r]]) for r in g.rows)) for g in self._groups]
+        groups = [replace(g, rows=tuple(_scored(r, frozen[self._place[r]]) for r in g.rows)) for g in self._groups]
+        return [penalise(group, self.penalty) for group in groups] if self.penalty else groups
 
     def _update(self, rows: Sequence[Row]) -> Applied:
         for micro in self.updater.shares(rows):
@@ -137,8 +143,13 @@ class Replayed:
         return self.updater.apply()
 
 
+def _by_row(rows: Sequence[Row], x: Tensor | None) -> Sequence[Any]:
+    """What is [N] over packed rows, or absent, as [T] of each on the host."""
+    return [None] * len(rows) if x is None else x.cpu().split([len(row) for row in rows])
+
+
 def _scored(row: Row, frozen: Frozen) -> Row:
-    return replace(row, logp_prox=frozen.logp, values=frozen.values)
+    return replace(row, logp_prox=frozen.logp, logp_ref=frozen.logp_ref, values=frozen.values)
 
 
 def _explained(rows: Sequence[Row]) -> float | None:

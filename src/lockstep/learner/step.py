@@ -28,6 +28,7 @@ from lockstep.learner.parallel import full_weights
 from lockstep.learner.passes import Outcome, Pass, Replayed, Streamed
 from lockstep.learner.precision import Skip
 from lockstep.learner.ranks import Ranks
+from lockstep.learner.reference import Reference
 from lockstep.learner.rows import admit
 from lockstep.learner.update_scale import UpdateScale
 from lockstep.learner.updates import Updater
@@ -57,6 +58,7 @@ class LearnerCore:
         """
         self.algorithm, self.config, self.ranks = algorithm, config, ranks or Ranks.current(module.device)
         self.objective, self.advantage = algorithm.build_objective(), algorithm.build_advantage()
+        self.penalty = algorithm.build_penalty()
         self._correction: str | None = None  # in place of the recipe's
         self.updater = Updater(module, config, num_updates, self.ranks, update_scale, low_bit)
         self.begin(version=0)
@@ -64,7 +66,8 @@ class LearnerCore:
     @property
     def streams(self) -> bool:
         """Whether gradients are taken while groups still arrive."""
-        return self.config.num_updates == 1 and self.advantage.scope == "group" and not self.advantage.needs_values
+        waits = self.advantage.scope == "batch" or self.advantage.needs_values or self.penalty is not None
+        return self.config.num_updates == 1 and not waits
 
     def begin(self, version: int) -> None:
         """Starts a step of the learner at `version`; an unfinished one is forgotten."""
@@ -75,7 +78,7 @@ class LearnerCore:
         self._pass: Pass = (
             Streamed(self.updater, self.objective, self.advantage)
             if self.streams
-            else Replayed(self.updater, self.objective, self.advantage, self.config)
+            else Replayed(self.updater, self.objective, self.advantage, self.config, self.penalty)
         )
 
     def accumulate(self, groups: Sequence[Group]) -> None:
@@ -134,6 +137,10 @@ class LearnerCore:
     def forget(self) -> None:
         """A fresh optimiser: what it learned of the supervised warm-up's gradients does not fit the policy's."""
         self.updater.build_optimiser()
+
+    def load_reference(self, path: str) -> None:
+        """The checkpoint the algorithm's KL term is to; without one a step fails. Part of no state: see the recipe."""
+        self.updater.reference = Reference(path, self.updater.dtype, self.ranks)
 
     def weights(self) -> dict[str, Tensor]:
         """Whole tensors by their Hugging Face names, tied weights once; on one rank the live ones."""

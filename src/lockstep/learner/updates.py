@@ -18,6 +18,7 @@ from lockstep.learner.optimisers import build_optimiser, set_learning_rate
 from lockstep.learner.parallel import prepare
 from lockstep.learner.precision import MasterWeights, Skip
 from lockstep.learner.ranks import Ranks
+from lockstep.learner.reference import Reference
 from lockstep.learner.scoring import Scores, score
 from lockstep.learner.update_scale import UpdateScale, in_words
 from lockstep.models.lowbit import LowBitWeights
@@ -58,6 +59,7 @@ class Updater:
         self._encode()
         self.build_optimiser()
         self.update = 0
+        self.reference: Reference | None = None  # the model a KL term holds this one to
         self._sums = torch.zeros(3, dtype=torch.float64, device=ranks.device)  # loss, value loss, count
 
     def build_optimiser(self) -> None:
@@ -78,30 +80,38 @@ class Updater:
     @torch.no_grad()
     def score(self, rows: Sequence[Row]) -> tuple[Batch, Scores]:
         """The batch with the log-probs of now as its proximal ones."""
-        batch = collate(rows).to(self.ranks.device)
+        batch = self._batch(rows)
         scores = score(self.module, batch)
         return replace(batch, logp_prox=scores.logp), scores
+
+    def _batch(self, rows: Sequence[Row]) -> Batch:
+        """On the device and, where there is a reference, with its log-probs."""
+        batch = collate(rows).to(self.ranks.device)
+        if self.reference is None or batch.logp_ref is not None:
+            return batch
+        return replace(batch, logp_ref=self.reference.logp(batch))
 
     def backward(self, rows: Sequence[Row], objective: Objective, tally: Tally | None) -> tuple[Batch, Scores, Part]:
         """Adds one micro-batch to the gradient. Rows not scored before get this forward's log-probs as proximal ones.
 
-        The objective is differentiated on its own first: where it has no gradient a token was clipped, which `tally`
-        counts if there is one.
+        The objective is differentiated on its own first: where its surrogate has no gradient a token was clipped, which
+        `tally` counts if there is one.
         """
-        batch = collate(rows).to(self.ranks.device)
+        batch = self._batch(rows)
         scores = score(self.module, batch)
         if rows[0].logp_prox is None:
             batch = replace(batch, logp_prox=scores.logp.detach())
         outputs = [scores.logp] if scores.value is None or not objective.value_coef else [scores.logp, scores.value]
         leaves = [x.detach().requires_grad_() for x in outputs]
         part = objective(leaves[0], leaves[1] if len(leaves) > 1 else None, batch)
-        gradients = torch.autograd.grad(objective.total(part), leaves)
+        gradients = torch.autograd.grad(objective.total(part), leaves, retain_graph=objective.kl is not None)
         torch.autograd.backward(outputs, [self.masters.scale(g) for g in gradients])
         self._sums += torch.stack([part.loss, part.value_loss, part.count]).detach()
         if tally is not None:
             live = batch.mask & (part.weight != 0) & (batch.advantage != 0)
             ratio = bounded_exp(leaves[0].detach() - batch.logp_prox)
-            tally_clipping(tally, batch, scores.places, ratio, gradients[0], live)
+            pushed = gradients[0] if objective.kl is None else torch.autograd.grad(part.surrogate, leaves[0])[0]
+            tally_clipping(tally, batch, scores.places, ratio, pushed, live)
         return batch, scores, part
 
     def apply(self, learning_rate: float | None = None) -> Applied:

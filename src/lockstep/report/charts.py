@@ -64,6 +64,12 @@ CHARTS = (
         metrics={"policy/entropy": "entropy"},
     ),
     Chart(
+        key="reference",
+        title="Distance from the reference",
+        help="KL of the policy to the model that a KL term holds it to, before each step's updates.",
+        metrics={"policy/kl_ref": "k3"},
+    ),
+    Chart(
         key="lengths",
         title="Answer length",
         help="Sampled tokens per answer.",

@@ -12,7 +12,7 @@ from lockstep.algorithms.diagnostics.mismatch import ACCEPTANCE, MAXIMA, SUMS, T
 from lockstep.algorithms.diagnostics.splits import CELLS, LAG, LENGTH
 from lockstep.algorithms.diagnostics.tally import Tally
 
-_NO_SPREAD = 1e-12  # a variance of probabilities below this is rounding: there is no correlation to speak of
+_NO_SPREAD = 1e-9  # probabilities this close together differ by rounding: there is no correlation to speak of
 
 Rows = Mapping[str, Tensor]  # [1 + cells] each: all tokens, then those of each cell
 
@@ -27,7 +27,13 @@ def metrics(tally: Tally) -> dict[str, float]:
     named = _named(_parts("mismatch"), _figures(s, m), found)
     named |= _named(_parts("mismatch"), {"pearson": _covariance(s) / spread}, found & ~(spread <= _NO_SPREAD))
     named |= {"rollout/lag_mean": float(s["lag"][0] / s["n"][0]), "rollout/lag_max": float(m["lag"][0])}
-    return named | _accepted(tally.sums) | _entropy(tally.sums) | _clipped(tally.sums)
+    return (
+        named
+        | _accepted(tally.sums)
+        | _mean(tally.sums, "entropy")
+        | _mean(tally.sums, "kl_ref")
+        | _clipped(tally.sums)
+    )
 
 
 def _figures(s: Rows, m: Rows) -> dict[str, Tensor]:
@@ -67,11 +73,11 @@ def _accepted(sums: Rows) -> dict[str, float]:
     return _named([f"mismatch/{cell}" for cell in LENGTH.cells], shares, s["answers"] > 0)
 
 
-def _entropy(sums: Rows) -> dict[str, float]:
-    if "entropy" not in sums:
+def _mean(sums: Rows, name: str) -> dict[str, float]:
+    if name not in sums:
         return {}
-    count, total = sums["entropy"].tolist()
-    return {"policy/entropy": total / count}
+    count, total = sums[name].tolist()
+    return {f"policy/{name}": total / count}
 
 
 def _clipped(sums: Rows) -> dict[str, float]:
