@@ -25,6 +25,8 @@ DEFAULT_RULES = (
     " and (policy/entropy rising over 6 steps or rollout/length rising over 6 steps)",
     "apart: raise_correction, raise_precision when mismatch/lag0/k3 > 0.001"
     " and mismatch/lag0/k3 > 2 x early and mismatch/lag0/f2 > 2 x early for 3 steps",
+    "stale: lower_staleness when rollout/lag_mean > 0 and mismatch/k3 > 0.01"
+    " and mismatch/k3 > 2 x early and mismatch/f2 > 2 x early for 3 steps",
     "outlier: skip_update when mismatch/lag0/ess < 0.2",
     "endless: warn when rollout/truncated > 0.5 and rollout/truncated rising",
 )

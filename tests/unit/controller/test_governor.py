@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
+import tomllib
 from pathlib import Path
 
 import pytest
 from test_loop import Lab
 
 from lockstep.controller.governor import DEFAULT_RULES, Governor, GovernorConfig, Halted
-from lockstep.controller.rules import parse
+from lockstep.controller.rules import ACTIONS, parse
 
 ALWAYS = "mismatch/k3 >= 0"
 
@@ -186,3 +188,14 @@ def test_what_it_knows_and_has_changed_survives_a_resume(tmp_path: Path) -> None
     assert events == told(whole)
     assert len(events) >= 3
     assert controller.gate.max_staleness == 0
+
+
+def test_the_page_has_the_shipped_rules_and_an_example_that_loads() -> None:
+    page = (Path(__file__).parents[3] / "docs/governor.md").read_text(encoding="utf-8")
+    rules = [parse(text) for text in DEFAULT_RULES]
+    assert re.findall(r"^\| `(\w+)` \| .* \| (.*) \|$", page, re.MULTILINE) == [
+        (rule.name, ", ".join(f"`{action}`" for action in rule.actions)) for rule in rules
+    ]
+    assert all(f"| `{action}` |" in page for action in ACTIONS)
+    example = tomllib.loads(page.partition("```toml\n")[2].partition("```")[0])
+    assert len(GovernorConfig.model_validate(example["governor"]).parsed()) == len(rules) + 2
