@@ -76,7 +76,7 @@ METRICS = (
     Metric(
         "policy/kl_ref",
         "KL to the reference of `algorithm.kl`: mean k3 of sampled tokens before the updates, whatever its estimator",
-        "0 in the first step, then rises slowly",
+        "0, or what rounding and low bits leave, in the first step; then rises slowly",
         "above 0.1 and rising fast: the KL's coefficient is too small to hold the policy",
     ),
     Metric(
