@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.quant.format import Format
-from lockstep.quant.kernels import cpu, reference
+from lockstep.quant.kernels import cpu, cuda, reference
 from quant_support import all_formats
 
 formats = pytest.mark.parametrize("format", all_formats(), ids=str)
@@ -30,7 +32,27 @@ def test_the_fast_conversion_of_fp8_is_exact() -> None:
     every = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
     finite = every[~every.float().isnan()]
     assert len(finite) == 254
-    assert torch.equal(cpu.fp8_to_float(finite), finite.float())
+    assert torch.equal(cpu.to_float(finite), finite.float())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kernels", [cpu, cuda])
+@pytest.mark.parametrize("K", [256, 131])
+def test_decoding_is_exact(kernels: ModuleType, K: int, dtype: torch.dtype) -> None:
+    """Also through the operators that run on CUDA, which any device understands."""
+    weight = torch.randn(2, 140, K)
+    encoded = {
+        "dequantize_rows": reference.quantize_rows_int8(weight),
+        "dequantize_groups": reference.quantize_groups_fp8(weight),
+        "dequantize_blocks": reference.quantize_blocks_fp8(weight),
+    }
+    codes, scales = reference.quantize_groups_int4(weight)
+    cases = [(name, (*tensors, dtype)) for name, tensors in encoded.items()]
+    cases += [("dequantize_rows", (*reference.quantize_rows_fp8(weight), dtype))]
+    cases += [("dequantize_int4", (reference.pack_int4(codes), scales, K, dtype))]
+    for name, arguments in cases:
+        if hasattr(kernels, name):
+            assert torch.equal(getattr(kernels, name)(*arguments), getattr(reference, name)(*arguments)), name
 
 
 @formats

@@ -10,13 +10,8 @@ from torch import Tensor
 
 from lockstep.quant.encoded import Encoded
 from lockstep.quant.format import Format, Input, checked_input, checked_weight
-from lockstep.quant.kernels import encode
-from lockstep.quant.kernels.reference import (
-    quantize_blocks_fp8,
-    quantize_rows_fp8,
-    spread,
-    spread_blocks,
-)
+from lockstep.quant.kernels import decode, encode
+from lockstep.quant.kernels.reference import quantize_blocks_fp8, quantize_rows_fp8
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +29,10 @@ class FP8W8A8(Format):
         return checked_weight(weight, *(quantize_blocks_fp8(weight) if self.block else quantize_rows_fp8(weight)))
 
     def dequantize(self, weight: Encoded, dtype: torch.dtype) -> Tensor:
-        scales = spread_blocks(weight.scales, weight.shape) if self.block else weight.scales[..., None]
-        return (weight.codes.float() * scales).to(dtype)
+        return decode("dequantize_blocks" if self.block else "dequantize_rows", weight.codes, weight.scales, dtype)
 
     def encode_input(self, x: Tensor) -> Input:
         return checked_input(*encode("quantize_groups_fp8" if self.block else "quantize_rows_fp8", x))
 
     def decode_input(self, x: Input, dtype: torch.dtype) -> Tensor:
-        codes, scales = x
-        return (codes.float() * (spread(scales, codes.shape[-1]) if self.block else scales[:, None])).to(dtype)
+        return decode("dequantize_groups" if self.block else "dequantize_rows", *x, dtype)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lockstep.quant.encoded import Encoded
 from lockstep.quant.format import Format, Input, checked_input, checked_weight
-from lockstep.quant.kernels import encode
+from lockstep.quant.kernels import decode, encode
 from lockstep.quant.kernels.reference import quantize_rows_int8
 
 
@@ -28,11 +28,10 @@ class INT8W8A8(Format):
         return checked_weight(weight, *quantize_rows_int8(weight))
 
     def dequantize(self, weight: Encoded, dtype: torch.dtype) -> Tensor:
-        return (weight.codes.float() * weight.scales[..., None]).to(dtype)
+        return decode("dequantize_rows", weight.codes, weight.scales, dtype)
 
     def encode_input(self, x: Tensor) -> Input:
         return checked_input(*encode("quantize_rows_int8", x))
 
     def decode_input(self, x: Input, dtype: torch.dtype) -> Tensor:
-        codes, scales = x
-        return (codes.float() * scales[:, None]).to(dtype)
+        return decode("dequantize_rows", *x, dtype)

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from lockstep.quant.encoded import Encoded
 from lockstep.quant.format import Format, Input, checked_weight
-from lockstep.quant.kernels.reference import dequantize_int4, pack_int4, quantize_groups_int4
+from lockstep.quant.kernels import decode
+from lockstep.quant.kernels.reference import pack_int4, quantize_groups_int4
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +32,7 @@ class W4A16(Format):
         return checked_weight(weight, pack_int4(codes), scales)
 
     def dequantize(self, weight: Encoded, dtype: torch.dtype) -> Tensor:
-        return dequantize_int4(weight.codes, weight.scales, weight.shape[-1]).to(dtype)
+        return decode("dequantize_int4", weight.codes, weight.scales, weight.shape[-1], dtype)
 
     def encode_input(self, x: Tensor) -> Input:
         return (x,)

@@ -10,12 +10,8 @@ from torch import Tensor
 
 from lockstep.quant.encoded import Encoded
 from lockstep.quant.format import Format, Input, checked_input, checked_weight
-from lockstep.quant.kernels import encode
-from lockstep.quant.kernels.reference import (
-    dequantize_int4,
-    pack_int4,
-    quantize_groups_int4,
-)
+from lockstep.quant.kernels import decode, encode
+from lockstep.quant.kernels.reference import pack_int4, quantize_groups_int4
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +30,10 @@ class W4A8(Format):
         return checked_weight(weight, pack_int4(codes), scales)
 
     def dequantize(self, weight: Encoded, dtype: torch.dtype) -> Tensor:
-        return dequantize_int4(weight.codes, weight.scales, weight.shape[-1]).to(dtype)
+        return decode("dequantize_int4", weight.codes, weight.scales, weight.shape[-1], dtype)
 
     def encode_input(self, x: Tensor) -> Input:
         return checked_input(*encode(f"quantize_rows_{self.inputs}", x))
 
     def decode_input(self, x: Input, dtype: torch.dtype) -> Tensor:
-        codes, scales = x
-        return (codes.float() * scales[:, None]).to(dtype)
+        return decode("dequantize_rows", *x, dtype)

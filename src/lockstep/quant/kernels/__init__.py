@@ -3,7 +3,8 @@
 An operation is named like its definition in `reference.py`. A product (`int8_matmul`, …) takes the tensors of the
 input, those of the weight and the dtype of the result. Its form for experts has the prefix `grouped_`, weights [E, ...]
 and, after the input, `offsets` [E + 1] (int32): which rows each expert has. `quantize_*` turn rows [M, K] into codes
-and scales. To add a kernel, add a line to CANDIDATES; the parity tests then hold it against the reference.
+and scales, `dequantize_*` turn them back. To add a kernel, add a line to CANDIDATES; the parity tests then hold it
+against the reference.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
+from importlib.util import find_spec
 from itertools import pairwise
 from typing import Any, TypeAlias
 
@@ -21,7 +23,7 @@ from torch import Tensor
 from lockstep.quant.kernels import cpu
 
 Condition: TypeAlias = Callable[[Sequence[int], torch.dtype], bool]
-"""Whether a kernel can: by the weight's shape [..., N, K] (of rows, (K,)) and the dtype of the result (of the rows)."""
+"""Whether a kernel can, by the weight's shape [..., N, K] (or the row's, to encode and decode it) and the dtype."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +48,14 @@ def _aligned_bfloat16(shape: Sequence[int], dtype: torch.dtype) -> bool:
     return _aligned(shape, dtype) and dtype == torch.bfloat16
 
 
+def _triton(shape: Sequence[int], dtype: torch.dtype) -> bool:
+    return find_spec("triton") is not None
+
+
+def _triton_half(shape: Sequence[int], dtype: torch.dtype) -> bool:
+    return _triton(shape, dtype) and dtype in (torch.bfloat16, torch.float16)
+
+
 # The first candidate whose condition holds runs; the reference where none does. No condition sees the number of rows:
 # a row's arithmetic must not depend on how many others share its batch.
 CANDIDATES: Mapping[str, Mapping[str, Sequence[tuple[str, Condition]]]] = {
@@ -55,12 +65,30 @@ CANDIDATES: Mapping[str, Mapping[str, Sequence[tuple[str, Condition]]]] = {
         "fp8_block_matmul": [("cpu.fp8_block_matmul", _always)],
         "w4a16_matmul": [("cpu.w4a16_matmul", _always)],
         "w4a8_matmul": [("cpu.w4a8_matmul_integer", _int8_dot), ("cpu.w4a8_matmul_float", _always)],
-        "w4a8_fp8_matmul": [("cpu.w4a8_matmul_fp8", _always)],
+        "w4a8_fp8_matmul": [("cpu.w4a8_fp8_matmul", _always)],
+        "dequantize_rows": [("cpu.dequantize_rows", _always)],
+        "dequantize_groups": [("cpu.dequantize_groups", _always)],
+        "dequantize_blocks": [("cpu.dequantize_blocks", _always)],
+        "dequantize_int4": [("cpu.dequantize_int4", _always)],
     },
     "cuda": {
-        "int8_matmul": [("cuda.int8_matmul", _aligned)],
-        "fp8_matmul": [("cuda.fp8_matmul", _aligned_bfloat16)],
-        "w4a16_matmul": [("cuda.w4a16_matmul", _always)],
+        "int8_matmul": [("triton_eight.int8_matmul", _triton), ("cuda.int8_matmul", _aligned)],
+        "fp8_matmul": [("triton_eight.fp8_matmul", _triton), ("cuda.fp8_matmul", _aligned_bfloat16)],
+        "fp8_block_matmul": [("triton_eight.fp8_block_matmul", _triton)],
+        "w4a16_matmul": [("triton_four.w4a16_matmul", _triton_half), ("cuda.w4a16_matmul", _always)],
+        "w4a8_matmul": [("triton_four.w4a8_matmul", _triton)],
+        "w4a8_fp8_matmul": [("triton_four.w4a8_fp8_matmul", _triton)],
+        "grouped_int8_matmul": [("triton_eight.grouped_int8_matmul", _triton)],
+        "grouped_fp8_matmul": [("triton_eight.grouped_fp8_matmul", _triton)],
+        "grouped_fp8_block_matmul": [("triton_eight.grouped_fp8_block_matmul", _triton)],
+        "grouped_w4a16_matmul": [("triton_four.grouped_w4a16_matmul", _triton_half)],
+        "grouped_w4a8_matmul": [("triton_four.grouped_w4a8_matmul", _triton)],
+        "grouped_w4a8_fp8_matmul": [("triton_four.grouped_w4a8_fp8_matmul", _triton)],
+        "quantize_rows_int8": [("triton_rows.quantize_rows_int8", _triton)],
+        "quantize_rows_fp8": [("triton_rows.quantize_rows_fp8", _triton)],
+        "quantize_groups_fp8": [("triton_rows.quantize_groups_fp8", _triton)],
+        "dequantize_rows": [("cuda.dequantize_rows", _always)],
+        "dequantize_int4": [("cuda.dequantize_int4", _always)],
     },
 }
 
@@ -81,8 +109,13 @@ def encode(operation: str, x: Tensor) -> tuple[Tensor, Tensor]:
     return choose(operation, x.device.type, x.shape[1:], x.dtype).run(x)
 
 
+def decode(operation: str, codes: Tensor, scales: Tensor, *arguments: Any) -> Tensor:
+    """codes·scales in the dtype that comes last in `arguments`."""
+    return choose(operation, codes.device.type, codes.shape[-1:], arguments[-1]).run(codes, scales, *arguments)
+
+
 def load(name: str) -> Kernel:
-    """`module.function` of this folder. Imported when asked for: triton exists only beside a GPU."""
+    """`module.function` of this folder. Imported when asked for: triton comes with torch for GPUs only."""
     module, _, function = name.rpartition(".")
     return Kernel(name, getattr(import_module(f"{__name__}.{module}"), function))
 

@@ -37,22 +37,21 @@ def accumulate_float(xq: Tensor, wq: Tensor) -> Tensor:
 
 
 def fp8_matmul(xq: Tensor, sx: Tensor, wq: Tensor, sw: Tensor, dtype: torch.dtype) -> Tensor:
-    return _rescale(F.linear(fp8_to_float(xq), fp8_to_float(wq)), sx, sw, dtype)
+    return _rescale(F.linear(to_float(xq), to_float(wq)), sx, sw, dtype)
 
 
 def fp8_block_matmul(xq: Tensor, sx: Tensor, wq: Tensor, sw: Tensor, dtype: torch.dtype) -> Tensor:
-    x = fp8_to_float(xq).mul_(spread(sx, xq.shape[-1]))
-    weight = fp8_to_float(wq).mul_(spread_blocks(sw, wq.shape))
+    x, weight = dequantize_groups(xq, sx, torch.float32), dequantize_blocks(wq, sw, torch.float32)
     return F.linear(x, weight).to(dtype)
 
 
 def w4a16_matmul(x: Tensor, packed: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    weight = _scaled_int4(packed, scales, x.shape[-1]).to(x.dtype)
+    weight = dequantize_int4(packed, scales, x.shape[-1], x.dtype)
     return F.linear(x.float(), weight.float()).to(dtype)
 
 
 def w4a8_matmul_integer(xq: Tensor, sx: Tensor, packed: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """int8 activations, one integer product per group of 128."""
+    """One integer product per group of 128."""
     codes = unpack_int4(packed, xq.shape[-1])
     y = xq.new_zeros(len(xq), len(codes), dtype=torch.float32)
     for g, (x, w) in enumerate(zip(xq.split(GROUP, -1), codes.split(GROUP, -1), strict=True)):
@@ -61,7 +60,7 @@ def w4a8_matmul_integer(xq: Tensor, sx: Tensor, packed: Tensor, scales: Tensor, 
 
 
 def w4a8_matmul_float(xq: Tensor, sx: Tensor, packed: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """int8 activations: a group's sum is exact in float32, for 128 · 127 · 7 < 2**24."""
+    """A group's sum is exact in float32, for 128 · 127 · 7 < 2**24."""
     codes = unpack_int4(packed, xq.shape[-1])
     y = xq.new_zeros(len(xq), len(codes), dtype=torch.float32)
     for g, (x, w) in enumerate(zip(xq.split(GROUP, -1), codes.split(GROUP, -1), strict=True)):
@@ -69,17 +68,39 @@ def w4a8_matmul_float(xq: Tensor, sx: Tensor, packed: Tensor, scales: Tensor, dt
     return y.mul_(sx[:, None]).to(dtype)
 
 
-def w4a8_matmul_fp8(xq: Tensor, sx: Tensor, packed: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """e4m3 activations: one float32 product over scaled codes."""
-    y = F.linear(fp8_to_float(xq), _scaled_int4(packed, scales, xq.shape[-1]))
+def w4a8_fp8_matmul(xq: Tensor, sx: Tensor, packed: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """One float32 product over scaled codes."""
+    y = F.linear(to_float(xq), dequantize_int4(packed, scales, xq.shape[-1], torch.float32))
     return y.mul_(sx[:, None]).to(dtype)
 
 
-def fp8_to_float(codes: Tensor) -> Tensor:
-    """e4m3 to float32, exactly, some ten times faster than `.float()`: a float16's bits with the exponent off by 8.
+def dequantize_rows(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    return to_float(codes).mul_(scales[..., None]).to(dtype)
+
+
+def dequantize_groups(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    values = to_float(codes)
+    if codes.shape[-1] % GROUP:
+        return values.mul_(spread(scales, codes.shape[-1])).to(dtype)
+    values.unflatten(-1, (-1, GROUP)).mul_(scales[..., None])  # a view: no scales spread in memory
+    return values.to(dtype)
+
+
+def dequantize_blocks(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    return to_float(codes).mul_(spread_blocks(scales, codes.shape)).to(dtype)
+
+
+def dequantize_int4(packed: Tensor, scales: Tensor, K: int, dtype: torch.dtype) -> Tensor:
+    return dequantize_groups(unpack_int4(packed, K), scales, dtype)
+
+
+def to_float(codes: Tensor) -> Tensor:
+    """Exactly, for codes of e4m3 some ten times faster than `.float()`: a float16's bits with the exponent off by 8.
 
     Not for NaN codes, which the formats refuse to make.
     """
+    if codes.dtype != torch.float8_e4m3fn:
+        return codes.float()
     bits = codes.view(torch.int8).to(torch.int16)  # extends the sign, which is then in its place
     magnitude = (bits & 127).bitwise_left_shift_(7)
     return bits.bitwise_and_(-32768).bitwise_or_(magnitude).view(torch.float16).float().mul_(256)
@@ -94,14 +115,6 @@ def unpack_int4(packed: Tensor, K: int) -> Tensor:
     torch.bitwise_and(groups, 15, out=codes[..., 0, :])
     torch.bitwise_right_shift(groups, 4, out=codes[..., 1, :])
     return codes.view(torch.int8).sub_(8).flatten(-3)
-
-
-def _scaled_int4(packed: Tensor, scales: Tensor, K: int) -> Tensor:
-    codes = unpack_int4(packed, K).float()
-    if K % GROUP:
-        return codes.mul_(spread(scales, K))
-    codes.unflatten(-1, (-1, GROUP)).mul_(scales[..., None])  # a view: no scales spread in memory
-    return codes
 
 
 def _rescale(acc: Tensor, sx: Tensor, sw: Tensor, dtype: torch.dtype) -> Tensor:

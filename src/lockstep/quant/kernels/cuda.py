@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lockstep.quant.kernels.reference import dequantize_int4
+from lockstep.quant.kernels import reference
+from lockstep.quant.kernels.reference import GROUP
 
 MIN_ROWS = 32  # `_int_mm` refuses 16 and fewer
 
@@ -23,5 +24,18 @@ def fp8_matmul(xq: Tensor, sx: Tensor, wq: Tensor, sw: Tensor, dtype: torch.dtyp
 
 
 def w4a16_matmul(x: Tensor, packed: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    weight = dequantize_int4(packed, scales, x.shape[-1]).to(x.dtype)
-    return F.linear(x, weight).to(dtype)
+    return F.linear(x, dequantize_int4(packed, scales, x.shape[-1], x.dtype)).to(dtype)
+
+
+def dequantize_rows(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """One kernel converts, multiplies in float32 and rounds. No operator mixes e4m3, so it is bfloat16 first: exact."""
+    mixable = codes if codes.dtype == torch.int8 else codes.bfloat16()
+    return torch.mul(mixable, scales[..., None], out=torch.empty_like(mixable, dtype=dtype))
+
+
+def dequantize_int4(packed: Tensor, scales: Tensor, K: int, dtype: torch.dtype) -> Tensor:
+    if K % GROUP:
+        return reference.dequantize_int4(packed, scales, K, dtype)
+    groups = packed.unflatten(-1, (-1, GROUP // 2))
+    codes = torch.stack([groups & 15, groups >> 4], -2).view(torch.int8).sub_(8).flatten(-2)
+    return dequantize_rows(codes, scales, dtype).flatten(-2)

@@ -104,14 +104,13 @@ def fp8_matmul(xq: Tensor, sx: Tensor, wq: Tensor, sw: Tensor, dtype: torch.dtyp
 
 def fp8_block_matmul(xq: Tensor, sx: Tensor, wq: Tensor, sw: Tensor, dtype: torch.dtype) -> Tensor:
     """y = Σ (xq·sx)·(wq·sw), with sx [M, G] and sw [ceil(N / 128), G]."""
-    x = xq.float() * spread(sx, xq.shape[-1])
-    weight = wq.float() * spread_blocks(sw, wq.shape)
+    x, weight = dequantize_groups(xq, sx, torch.float32), dequantize_blocks(wq, sw, torch.float32)
     return (x.double() @ weight.double().mT).to(dtype)
 
 
 def w4a16_matmul(x: Tensor, packed: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """y = Σ x·w, with w = code·s rounded to the dtype of x."""
-    weight = dequantize_int4(packed, scales, x.shape[-1]).to(x.dtype)
+    weight = dequantize_int4(packed, scales, x.shape[-1], x.dtype)
     return (x.double() @ weight.double().mT).to(dtype)
 
 
@@ -129,8 +128,24 @@ def w4a8_fp8_matmul(xq: Tensor, sx: Tensor, packed: Tensor, scales: Tensor, dtyp
     return w4a8_matmul(xq, sx, packed, scales, dtype)
 
 
-def dequantize_int4(packed: Tensor, scales: Tensor, K: int) -> Tensor:
-    return unpack_int4(packed, K).float() * spread(scales, K)
+def dequantize_rows(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Codes [..., K] and scales [...] to code·s in float32, rounded to `dtype`; so do the next three."""
+    return (codes.float() * scales[..., None]).to(dtype)
+
+
+def dequantize_groups(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Scales [..., G]."""
+    return (codes.float() * spread(scales, codes.shape[-1])).to(dtype)
+
+
+def dequantize_blocks(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Scales [..., ceil(N / 128), G]."""
+    return (codes.float() * spread_blocks(scales, codes.shape)).to(dtype)
+
+
+def dequantize_int4(packed: Tensor, scales: Tensor, K: int, dtype: torch.dtype) -> Tensor:
+    """Packed codes, scales [..., G]."""
+    return dequantize_groups(unpack_int4(packed, K), scales, dtype)
 
 
 def error_bound(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
