@@ -1,4 +1,4 @@
-"""Shared by the tests of low-bit formats: every format of the folder with every choice of its options."""
+"""Shared by the tests of low-bit formats: every format with every choice of its options, and tiny models by family."""
 
 from __future__ import annotations
 
@@ -6,10 +6,40 @@ from dataclasses import fields
 from itertools import product
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+import transformers
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
 from lockstep.config.plugins import choices, load_class
 from lockstep.quant.format import Format
 
 FOLDER = "lockstep.quant.formats"
+COMMON: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+SPARSE: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+GROUPED = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
+MIXTURES: dict[str, dict[str, Any]] = {
+    "Qwen3Moe": SPARSE | {"num_experts": 4},
+    "Qwen2Moe": SPARSE | {"num_experts": 4, "shared_expert_intermediate_size": 16},
+    "Mixtral": {"num_local_experts": 4},
+    "DeepseekV3": SPARSE | LATENT | GROUPED | {"num_key_value_heads": 4},
+}
+
+
+def build(name: str, **options: Any) -> PreTrainedModel:
+    """A tiny causal model of the family, e.g. `Qwen3`, as transformers builds it."""
+    config = getattr(transformers, f"{name}Config")(**(COMMON | MIXTURES.get(name, {}) | options))
+    return AutoModelForCausalLM.from_config(config).eval()
 
 
 def all_formats() -> list[Format]:

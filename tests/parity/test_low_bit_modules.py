@@ -13,8 +13,9 @@ from lockstep.quant import modules
 from lockstep.quant.encoded import Encoded
 from lockstep.quant.format import Format
 from lockstep.quant.formats.int8_w8a8 import INT8W8A8
+from lockstep.quant.formats.w4a16 import W4A16
 from lockstep.quant.layers import QuantizedLayer, quantized_layers
-from quant_support import all_formats
+from quant_support import MIXTURES, all_formats, build
 
 formats = pytest.mark.parametrize("format", all_formats(), ids=str)
 both = pytest.mark.parametrize("model", ["dense", "mixture"])
@@ -32,6 +33,19 @@ def encode(module: PreTrainedModel, layers: list[QuantizedLayer], format: Format
 
 def logits(module: PreTrainedModel) -> Tensor:
     return module(TOKENS, use_cache=False).logits
+
+
+def errors_against_decoded(original: PreTrainedModel, format: Format) -> Tensor:
+    """Relative, token by token, of the low-bit module against plain transformers on the decoded weights."""
+    layers = quantized_layers(original)
+    encoded = encode(original, layers, format)
+    engine = copy.deepcopy(original)
+    modules.install(engine, layers, format, encoded)
+    for layer in layers:
+        original.get_parameter(layer.name).data = format.dequantize(encoded[layer.name], torch.float32)
+    with torch.inference_mode():
+        got, expected = logits(engine), logits(original)
+    return (got - expected).norm(dim=-1) / expected.norm(dim=-1)
 
 
 @formats
@@ -53,16 +67,14 @@ def test_low_bits_compute_what_their_dequantized_weights_do(original: PreTrained
 
     That may send a token to another expert, so the middle one is looked at.
     """
-    layers = quantized_layers(original)
-    encoded = encode(original, layers, format)
-    engine = copy.deepcopy(original)
-    modules.install(engine, layers, format, encoded)
-    for layer in layers:
-        original.get_parameter(layer.name).data = format.dequantize(encoded[layer.name], torch.float32)
-    with torch.inference_mode():
-        got, expected = logits(engine), logits(original)
-    error = ((got - expected).norm(dim=-1) / expected.norm(dim=-1)).median()
+    error = errors_against_decoded(original, format).median()
     assert error < (1e-5 if len(format.encode_input(torch.ones(1, 4))) == 1 else 0.1)
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_experts_of_every_family(family: str) -> None:
+    torch.manual_seed(0)
+    assert errors_against_decoded(build(family, vocab_size=256), W4A16()).max() < 1e-5
 
 
 @both
@@ -121,3 +133,12 @@ def test_kept_experts_run_as_before(mixture: PreTrainedModel) -> None:
     assert implementations == [mixture.config._experts_implementation, modules.LOW_BIT]
     with torch.inference_mode():
         assert torch.isfinite(logits(module)).all()
+
+
+def test_low_bit_weights_move_and_are_never_cast(dense: PreTrainedModel) -> None:
+    module, format = copy.deepcopy(dense), INT8W8A8()
+    layers = quantized_layers(module)
+    modules.install(module, layers, format, encode(module, layers, format))
+    module.to("cpu")
+    with pytest.raises(ValueError, match=r"cannot be cast to torch\.bfloat16"):
+        module.to(torch.bfloat16)

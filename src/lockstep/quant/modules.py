@@ -47,6 +47,16 @@ class LowBitWeight(nn.Module):
     def encoded(self) -> Encoded:
         return Encoded(self.codes, self.scales, self.shape)
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LowBitWeight:
+        """Moves with the module, and refuses to be cast with it: codes and scales have no other dtype."""
+        dtypes = self.codes.dtype, self.scales.dtype
+        super()._apply(fn, recurse)
+        if (self.codes.dtype, self.scales.dtype) != dtypes:
+            raise ValueError(
+                f"a low-bit weight cannot be cast to {self.scales.dtype}: cast the module before `install`"
+            )
+        return self
+
     def grouped(self, x: Tensor, offsets: Tensor) -> Tensor:
         return self.format.grouped(x, offsets, self.encoded)
 
