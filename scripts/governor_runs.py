@@ -91,12 +91,11 @@ def lockstep(root: Path, *arguments: str) -> None:
         raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr[-2000:]}")
 
 
-def warm_up(root: Path, seed: int) -> Path:
+def warm_up(root: Path, seed: int, updates: int) -> Path:
     """A recipe that starts where the quickstart's warm-up ends."""
     name = f"warm-{seed}"
-    lockstep(
-        root, "quickstart", f"name={name}", f"seed={seed}", "train.steps=0", "warmup.control=false", "eval.samples=0"
-    )
+    supervised = ("train.steps=0", f"warmup.steps={updates}", "warmup.control=false", "eval.samples=0")
+    lockstep(root, "quickstart", f"name={name}", f"seed={seed}", *supervised)
     tables = tomllib.loads(find("quickstart").read_text())
     del tables["warmup"]
     tables |= {"seed": seed, "eval": {"samples": 0}, "record": {"samples_per_step": 1}}
@@ -170,14 +169,21 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="runs at a time, one core each")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--coarse", nargs="*", default=["rollout.precision=w4a16"], help="what makes sampling coarse")
+    parser.add_argument("--warmup", type=int, default=600, help="supervised updates before them")
+    parser.add_argument(
+        "--coarse",
+        nargs="*",
+        default=["rollout.precision=w4a16", "learner.alignment=none"],
+        help="what makes sampling coarse",
+    )
     parser.add_argument("--rate", type=float, default=6e-3, help="the learning rate that is too high")
     parser.add_argument("--only", default="", help="settings whose name holds this word")
     parser.add_argument("--docs", type=Path, help="page whose table is replaced")
     given = parser.parse_args()
     chosen = [setting for setting in settings(given.coarse, given.rate) if given.only in setting.name]
     with ThreadPoolExecutor(given.jobs) as pool:
-        recipes = dict(zip(given.seeds, pool.map(lambda seed: warm_up(given.out, seed), given.seeds), strict=True))
+        warm = pool.map(lambda seed: warm_up(given.out, seed, given.warmup), given.seeds)
+        recipes = dict(zip(given.seeds, warm, strict=True))
         runs = [
             pool.submit(run, given.out, recipes[seed], setting, seed, given.steps)
             for setting in chosen
