@@ -71,8 +71,8 @@ class Recipe(Config):
             )
         if self.algorithm.companions.one_update and self.learner.num_updates > 1:
             raise ValueError(
-                f"the surrogate {self.algorithm.surrogate.name!r} makes one update per step: set learner.mini_steps and "
-                "learner.epochs to 1, or take one that clips, such as 'grpo'"
+                f"the surrogate {self.algorithm.surrogate.name!r} makes one update per step: set learner.mini_steps "
+                "and learner.epochs to 1, or take one that clips, such as 'grpo'"
             )
         if self.warmup and self.warmup.control and not self.eval.samples:
             raise ValueError("warmup.control = true needs an evaluation to compare: set eval.samples above 0")
