@@ -6,13 +6,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from lockstep.quant.kernels import reference
-from lockstep.quant.kernels.reference import GROUP, spread, spread_blocks
+from lockstep.quant.kernels.reference import GROUP, spread
 
+SLICE = 2**16  # float32 values: a quarter of a megabyte
 EXACT_K = 1024  # 1024 · 127² < 2**24: up to here a float32 sum of products of int8 codes is exact in any order
 
 
@@ -37,17 +40,19 @@ def accumulate_float(xq: Tensor, wq: Tensor) -> Tensor:
 
 
 def fp8_matmul(xq: Tensor, sx: Tensor, wq: Tensor, sw: Tensor, dtype: torch.dtype) -> Tensor:
-    return _rescale(F.linear(to_float(xq), to_float(wq)), sx, sw, dtype)
+    return _rescale(_product(to_float(xq), wq, to_float), sx, sw, dtype)
 
 
 def fp8_block_matmul(xq: Tensor, sx: Tensor, wq: Tensor, sw: Tensor, dtype: torch.dtype) -> Tensor:
-    x, weight = dequantize_groups(xq, sx, torch.float32), dequantize_blocks(wq, sw, torch.float32)
-    return F.linear(x, weight).to(dtype)
+    x, scales = dequantize_groups(xq, sx, torch.float32), _spread_rows(sw, len(wq))
+    return _product(x, wq, lambda codes, s: dequantize_groups(codes, s, torch.float32), scales).to(dtype)
 
 
 def w4a16_matmul(x: Tensor, packed: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    weight = dequantize_int4(packed, scales, x.shape[-1], x.dtype)
-    return F.linear(x.float(), weight.float()).to(dtype)
+    def weight(codes: Tensor, s: Tensor) -> Tensor:
+        return dequantize_int4(codes, s, x.shape[-1], x.dtype).float()
+
+    return _product(x.float(), packed, weight, scales).to(dtype)
 
 
 def w4a8_matmul_integer(xq: Tensor, sx: Tensor, packed: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
@@ -69,9 +74,10 @@ def w4a8_matmul_float(xq: Tensor, sx: Tensor, packed: Tensor, scales: Tensor, dt
 
 
 def w4a8_fp8_matmul(xq: Tensor, sx: Tensor, packed: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """One float32 product over scaled codes."""
-    y = F.linear(to_float(xq), dequantize_int4(packed, scales, xq.shape[-1], torch.float32))
-    return y.mul_(sx[:, None]).to(dtype)
+    def weight(codes: Tensor, s: Tensor) -> Tensor:
+        return dequantize_int4(codes, s, xq.shape[-1], torch.float32)
+
+    return _product(to_float(xq), packed, weight, scales).mul_(sx[:, None]).to(dtype)
 
 
 def dequantize_rows(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
@@ -87,7 +93,7 @@ def dequantize_groups(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tens
 
 
 def dequantize_blocks(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    return to_float(codes).mul_(spread_blocks(scales, codes.shape)).to(dtype)
+    return dequantize_groups(codes, _spread_rows(scales, codes.shape[-2]), dtype)
 
 
 def dequantize_int4(packed: Tensor, scales: Tensor, K: int, dtype: torch.dtype) -> Tensor:
@@ -115,6 +121,18 @@ def unpack_int4(packed: Tensor, K: int) -> Tensor:
     torch.bitwise_and(groups, 15, out=codes[..., 0, :])
     torch.bitwise_right_shift(groups, 4, out=codes[..., 1, :])
     return codes.view(torch.int8).sub_(8).flatten(-3)
+
+
+def _spread_rows(scales: Tensor, N: int) -> Tensor:
+    """[..., ceil(N / 128), G] to [..., N, G]."""
+    return spread(scales.mT, N).mT
+
+
+def _product(x: Tensor, codes: Tensor, decode: Callable[..., Tensor], *scales: Tensor) -> Tensor:
+    """x [M, K] times `decode(codes, *scales)` [N, K], a few outputs at a time: what is decoded stays in the cache."""
+    step = max(1, SLICE // x.shape[-1])
+    parts = [F.linear(x, decode(*part)) for part in zip(*(t.split(step) for t in (codes, *scales)), strict=True)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
 
 
 def _rescale(acc: Tensor, sx: Tensor, sw: Tensor, dtype: torch.dtype) -> Tensor:
