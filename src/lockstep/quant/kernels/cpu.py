@@ -1,7 +1,8 @@
 """What runs on a CPU. All sums are float32 or integer, whatever the compute dtype: CPUs are slow or inexact below.
 
-8-bit integers are the fast format here: with VNNI or AMX `_int_mm` beats the float32 product from one row on.
-4-bit and fp8 weights are unpacked for every product; they are for agreement with an accelerator, not for speed.
+8-bit integers are the fast format here: with VNNI or AMX a layer of 1,024 inputs takes a third of its float32 time; in
+tiny layers encoding the input costs more than the product. 4-bit and fp8 weights are decoded for every product: they
+are for agreement with an accelerator, not for speed.
 """
 
 from __future__ import annotations
