@@ -254,15 +254,15 @@ def test_any_finite_log_probs_give_finite_figures_and_parts_add_up(
                 assert mean == pytest.approx(whole, rel=1e-9, abs=1e-9 * max(abs(v) for v, _ in values))
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=60)
 @given(answers, answers)
 def test_micro_batches_and_ranks_add_up(
     mine: list[tuple[list[tuple[float, float]], float, int]], theirs: list[tuple[list[tuple[float, float]], float, int]]
 ) -> None:
     rows, others = drawn_rows(mine), drawn_rows(theirs)
     together = measure([*rows, *others])
-    assert measure(*([row] for row in (*rows, *others))) == pytest.approx(together, rel=1e-6)
-    assert metrics(over_ranks(tallied([rows]), tallied([others]))) == pytest.approx(together, rel=1e-6)
+    assert measure(*([row] for row in (*rows, *others))) == pytest.approx(together, rel=1e-5, abs=1e-6)
+    assert metrics(over_ranks(tallied([rows]), tallied([others]))) == pytest.approx(together, rel=1e-5, abs=1e-6)
 
 
 def over_ranks(mine: Tally, theirs: Tally) -> Tally:

@@ -12,7 +12,7 @@ from lockstep.algorithms.diagnostics.mismatch import ACCEPTANCE, MAXIMA, SUMS, T
 from lockstep.algorithms.diagnostics.splits import CELLS, LAG, LENGTH
 from lockstep.algorithms.diagnostics.tally import Tally
 
-_NO_SPREAD = 1e-9  # probabilities this close together differ by rounding: there is no correlation to speak of
+_NO_VARIANCE = 1e-9  # of probabilities: rounding, so there is no correlation to speak of
 
 Rows = Mapping[str, Tensor]  # [1 + cells] each: all tokens, then those of each cell
 
@@ -23,9 +23,9 @@ def metrics(tally: Tally) -> dict[str, float]:
     if "mismatch" not in tally.sums or not tally.sums["mismatch"][SUMS.index("n")].any():
         return {}
     s, m = _rows(SUMS, tally.sums["mismatch"], _whole), _rows(MAXIMA, tally.maxima["mismatch"], lambda t: t.amax(1))
-    found, spread = s["n"] > 0, _spread(s)
+    found, constant = s["n"] > 0, torch.minimum(_variance(s, "p"), _variance(s, "q")) <= _NO_VARIANCE
     named = _named(_parts("mismatch"), _figures(s, m), found)
-    named |= _named(_parts("mismatch"), {"pearson": _covariance(s) / spread}, found & ~(spread <= _NO_SPREAD))
+    named |= _named(_parts("mismatch"), {"pearson": _correlation(s)}, found & ~constant)
     named |= {"rollout/lag_mean": float(s["lag"][0] / s["n"][0]), "rollout/lag_max": float(m["lag"][0])}
     return (
         named
@@ -52,14 +52,14 @@ def _figures(s: Rows, m: Rows) -> dict[str, Tensor]:
     } | {f"f{tau}": s[f"f{tau}"] / n for tau in TAUS}
 
 
-def _covariance(s: Rows) -> Tensor:
-    return s["pq"] / s["n"] - s["p"] * s["q"] / s["n"] ** 2
+def _correlation(s: Rows) -> Tensor:
+    """Cov(p, q) / √(Var p · Var q)"""
+    covariance = s["pq"] / s["n"] - s["p"] * s["q"] / s["n"] ** 2
+    return covariance / (_variance(s, "p") * _variance(s, "q")).sqrt()
 
 
-def _spread(s: Rows) -> Tensor:
-    """√(Var p · Var q)."""
-    var_p, var_q = (s[f"{x}²"] / s["n"] - (s[x] / s["n"]) ** 2 for x in "pq")
-    return (var_p.clamp(min=0) * var_q.clamp(min=0)).sqrt()
+def _variance(s: Rows, x: str) -> Tensor:
+    return s[f"{x}²"] / s["n"] - (s[x] / s["n"]) ** 2
 
 
 def _accepted(sums: Rows) -> dict[str, float]:
