@@ -10,8 +10,10 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
-from lockstep.config import ConfigError
+from lockstep.config import ConfigError, choices
+from lockstep.config.plugins import load_class
 from lockstep.models.scaling import find_scaling
+from lockstep.quant.format import Format
 
 SIZES: dict[str, Any] = {
     "vocab_size": 61,
@@ -40,6 +42,7 @@ LATENT: dict[str, Any] = {  # DeepSeek's attention: norms inside it, read by mat
     "first_k_dense_replace": 1,
     "moe_intermediate_size": 16,
 }
+FORMATS = "lockstep.quant.formats"
 QKV = {"self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"}
 MLP = {"mlp.gate_proj.weight", "mlp.up_proj.weight"}
 MIXTURE = {"mlp.gate.weight", "mlp.experts.gate_up_proj"}
@@ -156,3 +159,13 @@ def test_a_norm_that_is_also_read_outside_matrices_is_refused() -> None:
     layer.forward = lambda hidden, **kwargs: plain(hidden, **kwargs) + layer.get_submodule("input_layernorm")(hidden)
     with pytest.raises(ConfigError, match="LlamaForCausalLM: its logits change"):
         find_scaling(module)
+
+
+@pytest.mark.parametrize("name", choices(FORMATS))
+def test_a_uniform_scale_changes_no_code(name: str) -> None:
+    """Scales follow the largest weight, so they take up any factor; by 1.5 a few weights are rounded over a tie."""
+    format: Format = load_class(FORMATS, name)()
+    weight = torch.randn(512, 384, generator=torch.Generator().manual_seed(0)) * 0.05
+    codes = format.quantize(weight)
+    assert codes.changed(format.quantize(weight / 2)) == 0
+    assert codes.changed(format.quantize(weight / 1.5)) < 2e-5

@@ -103,7 +103,9 @@ def export(
         str, typer.Argument(help="a run (its best checkpoint is taken), or a Hugging Face checkpoint")
     ],
     out: Annotated[Path, typer.Argument(help="folder to make")],
-    precision: Annotated[str, typer.Option(help="int8_w8a8, fp8_w8a8, w4a16 or w4a8")],
+    precision: Annotated[
+        str | None, typer.Option(help="int8_w8a8, fp8_w8a8, w4a16 or w4a8; by default what the run sampled in")
+    ] = None,
 ) -> None:
     """Write a checkpoint in low bits (compressed-tensors), for vLLM and transformers to load.
 
@@ -141,12 +143,12 @@ def audit(
 
     Examples:
 
-    * `lockstep audit runs/quickstart`
-    * `lockstep audit path/to/model --recipe gsm8k rollout.precision=w4a16`
+    * `lockstep export runs/low-bit low-bit-model`
+    * `lockstep export runs/quickstart quickstart-w4a16 --precision w4a16`
     """
-    from lockstep.cli import audit as command
+    from lockstep.cli.exporting import export_checkpoint
 
-    command.audit(checkpoint, overrides or [], recipe=recipe, console=console)
+    export_checkpoint(checkpoint, out, precision, console)
 
 
 @app.command()
@@ -243,3 +245,21 @@ def bench_trl(
         out=json,
         console=console,
     )
+
+
+@bench.command("scaling")
+def bench_scaling(
+    overrides: Overrides = None,
+    scale: Annotated[
+        float, typer.Option(min=1, help="norms times this, the matrices that read them divided by it")
+    ] = 1.5,
+    steps: Annotated[int, typer.Option(min=2, help="steps of RL per arm")] = 20,
+    precision: Annotated[str, typer.Option(help="format whose codes are counted")] = "int8_w8a8",
+) -> None:
+    """Update-aware scaling (QuRL) in three arms on the quickstart's task: none, scaled weights, scaled learning rates.
+
+    Shows the share of low-bit codes that the scale itself changes (none), that every step changes, and the reward.
+    """
+    from lockstep.cli import bench_scaling
+
+    bench_scaling.compare(scale=scale, steps=steps, precision=precision, overrides=overrides or [], console=console)

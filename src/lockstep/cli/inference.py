@@ -99,21 +99,20 @@ def checkpoint_and_recipe(checkpoint: str, overrides: Sequence[str], recipe: str
     """Of a run, or of a checkpoint with the recipe it is to be used with."""
     path = resolve_checkpoint(checkpoint)
     if recipe is not None:
-        tables = load(Recipe, recipe_files.find(recipe), overrides)
-        return path, tables
-    if not _is_run(checkpoint):
+        return path, load(Recipe, recipe_files.find(recipe), overrides)
+    if not is_run(checkpoint):
         raise ConfigError(f"{checkpoint} is not a run: name the task with --recipe")
     folder = RunFolder.open(Path(checkpoint))
     return path, resolve(Recipe, folder.read_config(), overrides, str(folder.config))[0]
 
 
-def _is_run(checkpoint: str) -> bool:
+def is_run(checkpoint: str) -> bool:
     return (Path(checkpoint) / "metrics.jsonl").is_file()
 
 
 def resolve_checkpoint(checkpoint: str) -> str:
     """A run stands for its best checkpoint, or the newest if none was evaluated; anything else for itself."""
-    if not _is_run(checkpoint):
+    if not is_run(checkpoint):
         return checkpoint
     found = RunFolder.open(Path(checkpoint)).result
     if found is None:
