@@ -109,24 +109,18 @@ def export(
 ) -> None:
     """Write a checkpoint in low bits (compressed-tensors), for vLLM and transformers to load.
 
-    A run's codes are made from its float32 master weights: the very codes it sampled with in that precision. The
-    high-precision checkpoint is the folder you started from. To load the result with transformers,
+    A run's codes are made from its float32 master weights: the very codes it samples with in that precision. The
+    high-precision checkpoint is the folder you start from. To load the result, transformers needs
     `pip install compressed-tensors`.
 
-    Example: `lockstep export runs/quickstart quickstart-w4a16 --precision w4a16`
-    """
-    from lockstep.assembly.export import FORMATS, export
-    from lockstep.cli.inference import resolve_checkpoint
-    from lockstep.config import Plugin
+    Examples:
 
-    done = export(resolve_checkpoint(checkpoint), out, Plugin(package=FORMATS, name=precision))
-    source = "master weights" if done.from_masters else "weights"
-    console.print(
-        f"wrote {out}: {done.num_layers} layers in {precision} from the checkpoint's {source}, "
-        f"{done.num_bytes / 2**20:.1f} MiB; {done.readers} can load it",
-        highlight=False,
-        soft_wrap=True,
-    )
+    * `lockstep export runs/low-bit low-bit-model`
+    * `lockstep export runs/quickstart quickstart-w4a16 --precision w4a16`
+    """
+    from lockstep.cli.exporting import export_checkpoint
+
+    export_checkpoint(checkpoint, out, precision, console)
 
 
 @app.command()
@@ -143,12 +137,12 @@ def audit(
 
     Examples:
 
-    * `lockstep export runs/low-bit low-bit-model`
-    * `lockstep export runs/quickstart quickstart-w4a16 --precision w4a16`
+    * `lockstep audit runs/quickstart`
+    * `lockstep audit path/to/model --recipe gsm8k rollout.precision=w4a16`
     """
-    from lockstep.cli.exporting import export_checkpoint
+    from lockstep.cli import audit as command
 
-    export_checkpoint(checkpoint, out, precision, console)
+    command.audit(checkpoint, overrides or [], recipe=recipe, console=console)
 
 
 @app.command()
