@@ -62,13 +62,9 @@ class Outcome:
 
     @property
     def halved(self) -> int | None:
-        """The first step whose reward is below half of the best before it."""
-        best = 0.0
-        for step, reward in enumerate(self.rewards, 1):
-            if reward < best / 2:
-                return step
-            best = max(best, reward)
-        return None
+        """The first step at which the reward is below half of its best before, both as means over 3 steps."""
+        means = [fmean(self.rewards[max(0, step - 3) : step]) for step in range(1, len(self.rewards) + 1)]
+        return next((step for step in range(4, len(means) + 1) if means[step - 1] < max(means[: step - 1]) / 2), None)
 
     @property
     def last(self) -> float:
@@ -168,7 +164,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/governor"), help="folder for the runs; must be new")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="runs at a time, one core each")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--warmup", type=int, default=600, help="supervised updates before them")
     parser.add_argument(
         "--coarse",
