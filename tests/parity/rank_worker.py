@@ -48,6 +48,8 @@ def build(name: str, folder: Path) -> LearnerCore:
         "summed": ({"surrogate": "rloo"}, {"micro_tokens": 40, "mini_steps": 2}),
         "normed": ({"surrogate": "dr_grpo", "correction": ["tis", "veto"]}, {"micro_tokens": 30}),
         "batch-wide": ({"surrogate": "reinforce_pp", "correction": "icepop"}, {"micro_tokens": 40}),
+        "scaled": ({"surrogate": "dapo"}, {"micro_tokens": 30, "update_scale": 1.5}),
+        "rates": ({"surrogate": "dapo"}, {"micro_tokens": 30, "update_scale": 1.5, "update_scale_by": "rates"}),
         "bfloat16": ({"surrogate": "dapo"}, {"micro_tokens": 30, "dtype": "bfloat16"}),
     }[name]
     seed = dist.get_rank() if dist.is_initialized() else 0
@@ -71,7 +73,7 @@ def drive(front: Front, name: str, folder: Path) -> None:
             front.call("set_correction", "none")
         front.call("save", folder)
         front.call("load", folder)
-    torch.save(front.call("weights"), folder / "weights.pt")
+    torch.save(front.call("checkpoint"), folder / "weights.pt")
     (folder / "metrics.json").write_text(json.dumps(metrics))
 
 

@@ -17,7 +17,7 @@ from lockstep.learner.checkpoint import FILE
 from lockstep.learner.ranks import Front
 
 EXACT = ("streamed", "uneven", "replayed", "values", "recomputed", "experts")
-EXACT = (*EXACT, "governed", "held", "penalised", "summed", "normed", "batch-wide")
+EXACT = (*EXACT, "governed", "held", "penalised", "summed", "normed", "batch-wide", "scaled", "rates")
 CASES = (*EXACT, "bfloat16")
 MEASURED = ("time/learn", "perf/train_tokens_per_s", "perf/memory_gib")
 

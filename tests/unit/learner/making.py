@@ -14,6 +14,7 @@ from lockstep.algorithms.config import AlgorithmConfig
 from lockstep.learner.config import LearnerConfig
 from lockstep.learner.parallel import full_weights
 from lockstep.learner.step import LearnerCore
+from lockstep.learner.update_scale import UpdateScale
 from lockstep.models import loading, varlen
 from lockstep.models.head import install_head
 from lockstep.models.loading import Loaded
@@ -62,7 +63,16 @@ def make_core(
     settings = AlgorithmConfig.model_validate(algorithm)
     config = LearnerConfig.model_validate(LEARNER | (learner or {}))
     module = make_module(settings.needs_values, seed=seed, experts=experts)
-    return LearnerCore(module, settings, config, num_updates=100)
+    return LearnerCore(module, settings, config, num_updates=100, update_scale=_update_scale(module, config))
+
+
+def _update_scale(module: PreTrainedModel, config: LearnerConfig) -> UpdateScale | None:
+    """Found in a model without our attention and head, as it is when a run loads one."""
+    if config.update_scale == 1:
+        return None
+    plain = type(module)(copy.deepcopy(module.config)).eval()
+    plain.set_attn_implementation("sdpa")
+    return UpdateScale.of(plain, config)
 
 
 def make_trajectory(uid: str, reward: float | None, generator: torch.Generator, **changes: Any) -> Trajectory:
