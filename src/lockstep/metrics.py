@@ -22,13 +22,20 @@ class Part:
 
     name: str
     meaning: str
+    bounds: tuple[float, ...] = ()  # what may stand for the *, if it is a number
 
+
+LENGTHS = (0, *(2**k for k in range(4, 15)))  # in tokens
 
 PARTS = (
-    Part("lag*", "drawn by weights this many versions old; `lag8` is 8 and older"),
-    Part("pos*", "with this many sampled tokens or more before them in their answer; 0, 16, 32, … 16384"),
+    Part("lag*", "drawn by weights this many versions old; `lag8` is 8 and older", tuple(range(9))),
+    Part("pos*", "with this many sampled tokens or more before them in their answer; 0, 16, 32, … 16384", LENGTHS),
     Part("adv_*", "with a negative, zero or positive advantage: `adv_neg`, `adv_zero`, `adv_pos`"),
-    Part("prob*", "to which the learner gives this probability or more (exp l_prox); 0, 0.01, 0.1, 0.5, 0.9"),
+    Part(
+        "prob*",
+        "to which the learner gives this probability or more (exp l_prox); 0, 0.01, 0.1, 0.5, 0.9",
+        (0, 0.01, 0.1, 0.5, 0.9),
+    ),
 )
 
 METRICS = (
@@ -196,6 +203,7 @@ METRICS = (
         "as above",
         part="len*",
     ),
+    Metric("quant/bits", "bits of a weight's code in the sampler; absent where it computes in the learner's precision"),
     Metric(
         "quant/changed",
         "share of low-bit codes that differ from the version before",

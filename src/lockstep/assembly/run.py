@@ -6,15 +6,18 @@ progress = train(load(Recipe, Path("my.toml")), Path("runs/mine"))
 from __future__ import annotations
 
 import asyncio
+import gc
 import shutil
 import signal
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.algorithms.ladder import stronger
 from lockstep.assembly.devices import choose_device
 from lockstep.assembly.outcome import Governed, Interrupted
+from lockstep.assembly.precision import as_raised, in_words, rungs
 from lockstep.assembly.recipe import Recipe
 from lockstep.assembly.roles import Training, learner_core, load_model, low_bit_weights
 from lockstep.assembly.warmup import Supervised
@@ -35,6 +38,14 @@ START = Progress(step=0, version=0, next_index=0, unfinished=[])
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """What one set of roles did."""
+
+    progress: Progress
+    goes_on: bool  # with other roles
+
+
 def train(recipe: Recipe, root: Path, *, resume: bool = False, plain: bool = False) -> Progress | None:
     """Trains in `root`, a new run folder or, with `resume`, an old one. Interrupted if a signal ended it early.
 
@@ -44,18 +55,18 @@ def train(recipe: Recipe, root: Path, *, resume: bool = False, plain: bool = Fal
     if ranks.world > 1 and recipe.warmup and recipe.warmup.control:
         raise ConfigError("warmup.control = true needs a run on one rank")
     try:
-        return _lead(recipe, root, resume, plain) if ranks.rank == 0 else _follow(recipe, ranks)
+        return _lead(recipe, root, ranks, resume, plain) if ranks.rank == 0 else _follow(recipe, ranks)
     finally:
         leave()
 
 
-def _lead(recipe: Recipe, root: Path, resume: bool, plain: bool) -> Progress:
+def _lead(recipe: Recipe, root: Path, ranks: Ranks, resume: bool, plain: bool) -> Progress:
     folder = RunFolder.open(root) if resume else RunFolder.create(root)
     with folder.locked():
-        return _lead_in(folder, recipe, resume, plain)
+        return _lead_in(folder, recipe, ranks, resume, plain)
 
 
-def _lead_in(folder: RunFolder, recipe: Recipe, resume: bool, plain: bool) -> Progress:
+def _lead_in(folder: RunFolder, recipe: Recipe, ranks: Ranks, resume: bool, plain: bool) -> Progress:
     checkpoints = Checkpoints(folder.checkpoints, recipe.checkpoint.keep)
     found = checkpoints.latest() if resume else None
     if found:
@@ -66,7 +77,7 @@ def _lead_in(folder: RunFolder, recipe: Recipe, resume: bool, plain: bool) -> Pr
         folder.write_config(recipe.model_dump(mode="json"))
     with _kept_if_begun(folder, new=not resume), _governed(folder):
         with RunRecorder(folder, recipe.record) as recorder, LiveView(recipe.name, plain=plain) as view:
-            run = _Run(recipe, folder, checkpoints, recorder, view)
+            run = _Run(recipe, folder, checkpoints, ranks, recorder, view)
             progress = asyncio.run(run.main(found))
         write_report(folder)
     if progress.step < recipe.train.steps:
@@ -105,20 +116,33 @@ def _governed(folder: RunFolder) -> Iterator[None]:
 
 
 def _follow(recipe: Recipe, ranks: Ranks) -> None:
-    """Signals are for rank 0, which tells the others when to end."""
+    """Signals are for rank 0, which tells the others where the run stands before roles are built; None at its end."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
+    while (progress := ranks.from_front()) is not None:
+        _serve(as_raised(recipe, progress), ranks)
+        gc.collect()
+
+
+def _serve(recipe: Recipe, ranks: Ranks) -> None:
     loaded = load_model(recipe)
     serve(learner_core(recipe, loaded, ranks, low_bit_weights(recipe, loaded)))
 
 
 class _Run:
     def __init__(
-        self, recipe: Recipe, folder: RunFolder, checkpoints: Checkpoints, recorder: RunRecorder, view: LiveView
+        self,
+        recipe: Recipe,
+        folder: RunFolder,
+        checkpoints: Checkpoints,
+        ranks: Ranks,
+        recorder: RunRecorder,
+        view: LiveView,
     ) -> None:
         self.recipe = recipe
         self.folder = folder
         self.checkpoints = checkpoints
+        self.ranks = ranks
         self.recorder = Recorders([recorder, view])
         self.view = view
         self.warmup_folder = folder.root / "warmup"
@@ -126,28 +150,47 @@ class _Run:
 
     async def main(self, found: tuple[Path, Progress] | None) -> Progress:
         """consumes: the last checkpoint, if any · waits for: the loop · unblocked by: its last step, or a signal"""
-        self.view.phase("loading", 0)
-        checkpoint, progress = found or (None, START)
-        loaded = load_model(self.recipe, checkpoint)
-        self.folder.write_environment(environment(loaded.module.device))
-        roles = Training(self.recipe, loaded, self.recorder, version=progress.version)
-        try:
-            if checkpoint is not None:
-                await self._go_on(roles, checkpoint, progress)
-            else:
-                await self._begin(roles)
-            progress = await self._learn(roles, progress)
-        finally:
-            await roles.close()
+        self.ranks.from_front(found[1] if found else START)
+        stage = await self._stage(found, "resumed")
+        while stage.goes_on:
+            gc.collect()  # roles refer to each other; their memory is needed for the next ones
+            stage = await self._stage(self.checkpoints.latest(), "precision")
+        progress = stage.progress
         if self.recipe.warmup and self.recipe.warmup.control and progress.step == self.recipe.train.steps:
             await self._control(progress)
         return progress
 
-    async def _go_on(self, roles: Training, checkpoint: Path, progress: Progress) -> None:
+    async def _stage(self, found: tuple[Path, Progress] | None, why: str) -> Stage:
+        """From a checkpoint, or the beginning, to the run's end, or to where sampling moves to another precision.
+
+        Then both sides are built anew from the checkpoint just written, as by a resume: nothing is carried over that a
+        checkpoint does not hold.
+        """
+        self.view.phase("loading", 0)
+        checkpoint, progress = found or (None, START)
+        recipe = as_raised(self.recipe, progress)
+        loaded = load_model(recipe, checkpoint)
+        self.folder.write_environment(environment(loaded.module.device))
+        roles = Training(recipe, loaded, self.recorder, version=progress.version)
+        goes_on: Progress | None = None
+        try:
+            if checkpoint is not None:
+                await self._go_on(roles, checkpoint, progress, why)
+            else:
+                await self._begin(roles)
+            stage = await self._learn(roles, progress)
+            goes_on = stage.progress if stage.goes_on else None
+            return stage
+        finally:
+            await roles.close()
+            self.ranks.from_front(goes_on)
+
+    async def _go_on(self, roles: Training, checkpoint: Path, progress: Progress, why: str) -> None:
         await roles.learner.load(checkpoint)
         await self._load_reference(roles)
         self.folder.write_config(self.recipe.model_dump(mode="json"))  # only keys that fit the run's state
-        self.recorder.event(progress.step, "resumed", f"resumed from {checkpoint.name}")
+        precision = in_words(roles.recipe.rollout.precision)
+        self.recorder.event(progress.step, why, f"goes on from {checkpoint.name}; sampling in precision {precision}")
 
     async def _begin(self, roles: Training) -> None:
         if self.recipe.warmup:
@@ -200,7 +243,7 @@ class _Run:
         )
         return Supervised(roles.learner, demonstrations, self.recipe.warmup)
 
-    async def _learn(self, roles: Training, progress: Progress) -> Progress:
+    async def _learn(self, roles: Training, progress: Progress) -> Stage:
         evaluator = roles.evaluator(lambda text: self.recorder.event(progress.step, "skipped", text))
         await roles.learner.publish(progress.version)
         await roles.engine.update_weights(progress.version)
@@ -216,6 +259,7 @@ class _Run:
                 checkpoints=self.checkpoints,
                 audit=Audit(roles.engine, roles.learner, aligned=self.recipe.learner.alignment == "aligned"),
                 corrections=stronger(self.recipe.algorithm),
+                precisions=rungs(self.recipe),
             ),
             self.recipe.train,
             self.recipe.checkpoint,
@@ -226,12 +270,14 @@ class _Run:
         )
         self.view.phase("RL", self.recipe.train.steps, done=progress.step)
         with _stop_on_signals(controller):
-            return await controller.run()
+            progress = await controller.run()
+        return Stage(progress, goes_on=controller.to_be_rebuilt)
 
     async def _control(self, progress: Progress) -> None:
         """Supervised learning alone, from the end of the warm-up, for as long as RL took. Its weights are not kept."""
         assert self.recipe.warmup is not None
-        roles = Training(self.recipe, load_model(self.recipe, self.warmup_folder), self.recorder)
+        recipe = as_raised(self.recipe, progress)  # evaluated as the run was in the end
+        roles = Training(recipe, load_model(recipe, self.warmup_folder), self.recorder)
         try:
             await roles.learner.load(self.warmup_folder)
             supervised = self._supervised(roles)

@@ -11,11 +11,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from lockstep.assembly.precision import as_raised
 from lockstep.assembly.recipe import Recipe
 from lockstep.assembly.roles import Sampling, load_model
 from lockstep.cli import recipe_files
 from lockstep.config import ConfigError, load, resolve
 from lockstep.config.loading import validate
+from lockstep.controller.checkpoints import read_progress
 from lockstep.data.chat import render_prompt, response_text
 from lockstep.report.run_folder import RunFolder
 from lockstep.types import Message, Request, Sample, Trajectory
@@ -96,14 +98,16 @@ def generate(
 
 
 def checkpoint_and_recipe(checkpoint: str, overrides: Sequence[str], recipe: str | None) -> tuple[str, Recipe]:
-    """Of a run, or of a checkpoint with the recipe it is to be used with."""
+    """Of a run, as it sampled at that checkpoint, or of a checkpoint with the recipe it is to be used with."""
     path = resolve_checkpoint(checkpoint)
     if recipe is not None:
         return path, load(Recipe, recipe_files.find(recipe), overrides)
     if not is_run(checkpoint):
         raise ConfigError(f"{checkpoint} is not a run: name the task with --recipe")
     folder = RunFolder.open(Path(checkpoint))
-    return path, resolve(Recipe, folder.read_config(), overrides, str(folder.config))[0]
+    begun = validate(Recipe, folder.read_config(), str(folder.config))
+    tables = as_raised(begun, read_progress(Path(path))).model_dump(mode="json")
+    return path, resolve(Recipe, tables, overrides, str(folder.config))[0]
 
 
 def is_run(checkpoint: str) -> bool:

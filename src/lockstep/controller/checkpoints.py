@@ -58,13 +58,7 @@ class Checkpoints:
     def latest(self) -> tuple[Path, Progress] | None:
         """The newest whole checkpoint."""
         found = self._all()
-        if not found:
-            return None
-        path = found[-1] / "progress.json"
-        try:
-            return found[-1], Progress(**json.loads(path.read_text()))
-        except (ValueError, TypeError) as error:
-            raise ConfigError(f"{path} is damaged; remove that checkpoint to go on from the one before") from error
+        return (found[-1], read_progress(found[-1])) if found else None
 
     def best(self) -> Path | None:
         link = self.folder / "best"
@@ -105,6 +99,15 @@ class Checkpoints:
             if old.resolve() != best:
                 aside = old.rename(self.folder / f"{ASIDE}{old.name}")  # never visible half deleted
                 shutil.rmtree(aside)
+
+
+def read_progress(checkpoint: Path) -> Progress:
+    """Where the run stood when it wrote this checkpoint."""
+    path = checkpoint / "progress.json"
+    try:
+        return Progress(**json.loads(path.read_text()))
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"{path} is damaged; remove that checkpoint to go on from the one before") from error
 
 
 def force_to_disk(paths: Iterable[Path]) -> None:

@@ -6,7 +6,7 @@ its log. `Steward` does what they ask for, or in advisory mode says what it woul
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -31,7 +31,6 @@ DEFAULT_RULES = (
     "endless: warn when rollout/truncated > 0.5 and rollout/truncated rising",
 )
 EVENT = "governor"
-RaisePrecision = Callable[[], Awaitable[str | None]]
 
 
 class GovernorConfig(Config):
@@ -118,15 +117,16 @@ class Steward:
     gate: Gate
     recorder: Recorder
     corrections: Sequence[str]  # stronger than the recipe's, weakest first
-    raise_precision: RaisePrecision | None
+    precisions: Sequence[str]  # higher than the recipe's, lowest first
     halted: str | None = None  # why the run must end
+    moving: bool = False  # sampling goes on in another precision: the run must end and be built anew
     _governor: Governor = field(init=False)
     _firings: list[Firing] = field(default_factory=list)
     _judged: Set[str] = frozenset()  # metrics that the last judgement had
     _late: dict[str, float] = field(default_factory=dict)  # those that came after it
     _raised: int = 0  # rungs the correction was raised by
     _lowered: int = 0  # versions max_staleness was lowered by
-    _refined: int = 0  # times the precision was raised
+    _refined: int = 0  # rungs the precision was raised by
 
     def __post_init__(self) -> None:
         self._governor = Governor(self.config.parsed(), self.config.cooldown)
@@ -150,7 +150,7 @@ class Steward:
         self._late |= {name: value for name, value in metrics.items() if name in late}
 
     async def act(self, step: int) -> None:
-        """waits for: the learner or the engine to change over, where a rule asks for it"""
+        """waits for: the learner to change over, where a rule asks for it"""
         done: dict[str, str] = {}  # two rules that ask for the same change get it once
         for firing in self._firings:
             for action in firing.rule.actions:
@@ -170,7 +170,7 @@ class Steward:
             case "lower_staleness":
                 return self._lower_staleness()
             case "raise_precision":
-                return await self._raise_precision()
+                return self._raise_precision()
             case "skip_update":
                 return "skipped the update" if self.active else "would skip the update"
             case "stop":
@@ -197,30 +197,32 @@ class Steward:
         self._lowered += 1
         return f"lowered max_staleness to {lower}"
 
-    async def _raise_precision(self) -> str:
-        if self.raise_precision is None:
+    def _raise_precision(self) -> str:
+        """Both sides must change over together, so it is left to whoever builds them."""
+        if self._refined >= len(self.precisions):
             return "cannot raise the precision of sampling: it is the learner's own"
+        higher = self.precisions[self._refined]
         if not self.active:
-            return "would raise the precision of sampling"
-        precision = await self.raise_precision()
-        if precision is None:
-            return "cannot raise the precision of sampling: it is the highest"
+            return f"would raise the precision of sampling to {higher}"
         self._refined += 1
-        return f"raised the precision of sampling to {precision}"
+        self.moving = True
+        return f"raised the precision of sampling to {higher}"
 
     def state(self) -> dict[str, Any]:
         """For a resumed run, which goes on with what was changed. The learner keeps its correction itself."""
         changes = {"raised": self._raised, "lowered": self._lowered, "refined": self._refined}
         return {**self._governor.state(), "late": dict(self._late), **changes}
 
-    async def load(self, state: Mapping[str, Any]) -> None:
-        """Brings gate and engine to where `state` left them. An empty one is that of a new run."""
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Brings the gate to where `state` left it; the roles were built by it. An empty one is that of a new run."""
         if not state:
             return
         self._governor.load(state)
         self._late = dict(state["late"])
         self._raised, self._lowered, self._refined = state["raised"], state["lowered"], state["refined"]
         self.gate.lower(max(0, self.gate.max_staleness - self._lowered))
-        if self.raise_precision is not None:
-            for _ in range(self._refined):
-                await self.raise_precision()
+
+
+def times_raised(state: Mapping[str, Any]) -> int:
+    """How many rungs above the recipe's precision a run samples whose steward has this state."""
+    return state["refined"] if state else 0

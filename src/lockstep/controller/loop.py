@@ -12,7 +12,7 @@ from lockstep.controller.audit import Audit
 from lockstep.controller.checkpoints import Checkpoints, Progress
 from lockstep.controller.config import CheckpointConfig, TrainConfig
 from lockstep.controller.gate import Gate, Stopped
-from lockstep.controller.governor import GovernorConfig, Halted, RaisePrecision, Steward
+from lockstep.controller.governor import GovernorConfig, Halted, Steward
 from lockstep.protocols import Bus, Engine, Learner, Recorder, Rollout
 from lockstep.types import GroupReceipt, Sample, StepResult
 
@@ -33,8 +33,8 @@ class Roles:
     evaluate: Evaluate | None
     checkpoints: Checkpoints
     corrections: Sequence[str] = ()  # stronger than the recipe's, weakest first; for the governor
+    precisions: Sequence[str] = ()  # of sampling, higher than the recipe's, lowest first; for the governor
     audit: Audit | None = None
-    raise_precision: RaisePrecision | None = None  # says what sampling now runs in, None if it was the highest
 
 
 @dataclass(slots=True)
@@ -113,7 +113,7 @@ class Controller:
             self.gate,
             roles.recorder,
             corrections=roles.corrections,
-            raise_precision=roles.raise_precision,
+            precisions=roles.precisions,
         )
         self._next_index = progress.next_index
         self._again = list(progress.unfinished)
@@ -131,7 +131,7 @@ class Controller:
 
         Raises Halted, with everything saved, if the governor stopped it.
         """
-        await self.steward.load(self.progress.governor)
+        self.steward.load(self.progress.governor)
         await self._before_first_step()
         producer = asyncio.create_task(self._produce())
         producer.add_done_callback(self._stop_if_failed)
@@ -153,6 +153,11 @@ class Controller:
         """Asks the run to end after the update under way; what is still being sampled is given up."""
         self.gate.stop()
 
+    @property
+    def to_be_rebuilt(self) -> bool:
+        """`run` returned only to go on, from what it saved, with roles that sample in a higher precision."""
+        return self.steward.moving and not self.gate.stopped and self.progress.step < self.config.steps
+
     async def _before_first_step(self) -> None:
         if self.roles.audit is not None:
             await self.roles.audit.whole()
@@ -165,6 +170,8 @@ class Controller:
         while self.progress.step < self.config.steps and not self.steward.halted:
             if self.gate.stopped:
                 raise Stopped
+            if self.steward.moving:
+                return
             started = time.monotonic()
             result = await self.roles.learner.step(self.progress.step, self._groups(), self._approve)
             learned = time.monotonic()

@@ -60,6 +60,14 @@ class Ranks:
         dist.all_gather_object(everyone, mine)
         return {key: value for part in everyone if part is not None for key, value in part.items()}
 
+    def from_front(self, value: Any = None) -> Any:
+        """Rank 0's value, on every rank."""
+        if self.world == 1:
+            return value
+        told = [value]
+        dist.broadcast_object_list(told, src=0)
+        return told[0]
+
     def share(self, rows: Sequence[Row], budget: int) -> list[list[Row]]:
         """This rank's micro-batches of `rows`; every rank gets the same number, blank ones where it has no work."""
         packed = [pack(part, budget) for part in balance(rows, self.world)]

@@ -102,7 +102,7 @@ class LearnerCore:
         with self._working():
             result = _summary(self._pass.finish(skip)) | self._tallied()
             if self.updater.low_bit is not None:
-                result |= self.updater.low_bit.changed()
+                result |= self.updater.low_bit.metrics()
         return result | {
             "time/learn": self._busy,
             "perf/train_tokens_per_s": self._num_tokens / self._busy,

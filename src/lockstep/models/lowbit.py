@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from lockstep.config import Plugin
+from lockstep.config import ConfigError, Plugin
 from lockstep.quant.encoded import Encoded
 from lockstep.quant.format import Format
 from lockstep.quant.layers import quantized_layers
@@ -34,10 +34,13 @@ class LowBitWeights:
 
         With several updates per version the last published codes are kept too, to count those that changed.
         """
-        self.precision, self.format = precision.name, _format(precision)
-        self.layers = quantized_layers(module)
-        weights = dict(module.named_parameters())
-        self.encoded = {layer.name: self.format.quantize(weights[layer.name].detach()) for layer in self.layers}
+        self.format: Format = precision.build()
+        try:
+            self.layers = quantized_layers(module)
+            weights = dict(module.named_parameters())
+            self.encoded = {layer.name: self.format.quantize(weights[layer.name].detach()) for layer in self.layers}
+        except ValueError as error:
+            raise ConfigError(f"rollout.precision = {precision.name!r}: {error}") from error
         self._published = _copies(self.encoded) if updates_per_version > 1 else None
         self._changed: dict[str, Tensor] = {}
 
@@ -51,9 +54,15 @@ class LowBitWeights:
 
     @torch.no_grad()
     def refresh(self, masters: Mapping[str, Tensor]) -> None:
-        """Quantizes the masters as they are now; under FSDP2 every rank must call it."""
+        """Quantizes the masters as they are now; under FSDP2 every rank must call it.
+
+        FloatingPointError if one holds NaN or inf.
+        """
         for name, held in self.encoded.items():
-            made = self.format.quantize(_whole(masters[name].detach()))
+            try:
+                made = self.format.quantize(_whole(masters[name].detach()))
+            except ValueError as error:
+                raise FloatingPointError(f"{name}: {error}: the model has diverged") from error
             self._changed[name] = made.changed(self._published[name] if self._published else held)
             held.copy_(made)
 
@@ -62,12 +71,11 @@ class LowBitWeights:
         if self._published:
             for name, held in self._published.items():
                 held.copy_(self.encoded[name])
+        self._changed = {name: torch.zeros((), device=e.codes.device) for name, e in self.encoded.items()}
         return {f"{name}.{part}": t for name, e in self.encoded.items() for part, t in e.tensors.items()}
 
-    def changed(self) -> dict[str, float]:
-        """The share of codes that differ from the version before, in all and by decoder layer."""
-        if not self._changed:
-            return {}
+    def metrics(self) -> dict[str, float]:
+        """What the engine runs in and, since the last publication, the share of codes that changed, by layer too."""
         shares = torch.stack(list(self._changed.values())).tolist()
         found: defaultdict[str, list[tuple[float, int]]] = defaultdict(list)
         for name, share in zip(self._changed, shares, strict=True):
@@ -75,11 +83,7 @@ class LowBitWeights:
             found["quant/changed"].append(weighed)
             if layer := LAYER.search(name):
                 found[f"quant/changed/layer{layer[1]}"].append(weighed)
-        return {key: _mean(values) for key, values in found.items()}
-
-
-def _format(precision: Plugin) -> Format:
-    return precision.build()
+        return {"quant/bits": float(self.format.bits), **{key: _mean(values) for key, values in found.items()}}
 
 
 def _copies(encoded: Mapping[str, Encoded]) -> dict[str, Encoded]:

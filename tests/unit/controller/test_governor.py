@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from test_loop import Lab
 
-from lockstep.controller.governor import DEFAULT_RULES, Governor, GovernorConfig, Halted
+from lockstep.controller.governor import DEFAULT_RULES, Governor, GovernorConfig, Halted, times_raised
 from lockstep.controller.rules import ACTIONS, parse
 
 ALWAYS = "mismatch/k3 >= 0"
@@ -61,17 +61,14 @@ def test_off_says_nothing(tmp_path: Path) -> None:
         ("warn", "warning"),
         ("raise_correction", "would raise the correction to icepop"),
         ("lower_staleness", "would lower max_staleness to 1"),
-        ("raise_precision", "would raise the precision of sampling"),
+        ("raise_precision", "would raise the precision of sampling to int8_w8a8"),
         ("skip_update", "would skip the update"),
         ("stop", "would stop the run"),
     ],
 )
 def test_an_advisor_tells_and_touches_nothing(tmp_path: Path, action: str, would: str) -> None:
-    async def raise_precision() -> str | None:
-        raise AssertionError("an advisor acted")
-
     made = lab(tmp_path, f"{action} when {ALWAYS}", "advisory", cooldown=4, max_staleness=2)
-    made.raise_precision = raise_precision
+    made.precisions = ("int8_w8a8", "high")
     controller = made.controller()
     assert made.run(controller).step == 6
     assert told(made) == [(step, f"{ALWAYS}: {would}; mismatch/k3 0") for step in (1, 5)]
@@ -109,17 +106,31 @@ def test_staleness_is_lowered_and_its_bound_holds(tmp_path: Path) -> None:
     assert "cannot lower max_staleness: it is 0" in told(made)[-1][1]
 
 
-def test_precision_is_raised_until_there_is_no_higher(tmp_path: Path) -> None:
-    higher = ["int8_w8a8", None]
+def test_precision_is_raised_rung_by_rung_by_runs_that_end_to_be_built_anew(tmp_path: Path) -> None:
+    made = lab(tmp_path, f"raise_precision when {ALWAYS}", cooldown=2)
+    made.precisions = ("int8_w8a8", "high")
+    ended: list[tuple[int, int, bool]] = []
+    whats: list[str] = []
+    for _ in range(3):
+        made.renew()
+        controller = made.controller()
+        progress = made.run(controller)
+        ended.append((progress.step, times_raised(progress.governor), controller.to_be_rebuilt))
+        whats += [text.split(": ", 1)[1] for _, text in told(made)]
+    assert ended == [(1, 1, True), (3, 2, True), (6, 2, False)]
+    assert whats == [
+        "raised the precision of sampling to int8_w8a8; mismatch/k3 0",
+        "raised the precision of sampling to high; mismatch/k3 0",
+        "cannot raise the precision of sampling: it is the learner's own; mismatch/k3 0",
+    ]
 
-    async def raise_precision() -> str | None:
-        return higher.pop(0)
 
-    made = lab(tmp_path, f"raise_precision when {ALWAYS}", cooldown=3)
-    made.raise_precision = raise_precision
-    made.run()
-    assert "raised the precision of sampling to int8_w8a8" in told(made)[0][1]
-    assert "it is the highest" in told(made)[1][1]
+def test_a_request_to_stop_is_stronger_than_a_raised_precision(tmp_path: Path) -> None:
+    made = lab(tmp_path, f"raise_precision when {ALWAYS}")
+    made.precisions = ("int8_w8a8",)
+    controller = made.controller()
+    made.learner.on_step = lambda step: controller.stop()
+    assert (made.run(controller).step, controller.to_be_rebuilt) == (1, False)
 
 
 def test_precision_of_a_sampler_like_the_learner_cannot_be_raised(tmp_path: Path) -> None:

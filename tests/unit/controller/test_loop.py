@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from lockstep.bus.memory import Memory
 from lockstep.controller.checkpoints import Checkpoints, Progress
 from lockstep.controller.config import CheckpointConfig, TrainConfig
-from lockstep.controller.governor import GovernorConfig, RaisePrecision
+from lockstep.controller.governor import GovernorConfig
 from lockstep.controller.loop import Controller, Roles
 from lockstep.metrics import describe
 from lockstep.protocols import Approve
@@ -146,7 +146,7 @@ class Lab:
         self.accuracy: Callable[[int], float] | None = None
         self.every, self.eval_every, self.dynamic_sampling = 0, 0, False
         self.governor = GovernorConfig(mode="off")
-        self.raise_precision: RaisePrecision | None = None
+        self.precisions: tuple[str, ...] = ()
         self.renew()
 
     def renew(self) -> None:
@@ -170,7 +170,7 @@ class Lab:
             evaluate=self._evaluate if self.accuracy else None,
             checkpoints=self.checkpoints,
             corrections=("icepop", "mis"),
-            raise_precision=self.raise_precision,
+            precisions=self.precisions,
         )
         return Controller(
             roles,

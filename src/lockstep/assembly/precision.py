@@ -1,0 +1,25 @@
+"""The precision sampling runs in: the recipe's, or higher where the governor has raised it during the run."""
+
+from __future__ import annotations
+
+from lockstep.assembly.recipe import Recipe
+from lockstep.config import Plugin
+from lockstep.controller.checkpoints import Progress
+from lockstep.controller.governor import times_raised
+from lockstep.quant.ladder import HIGH, higher
+
+
+def in_words(precision: Plugin | None) -> str:
+    return HIGH if precision is None else precision.name
+
+
+def rungs(recipe: Recipe) -> list[str]:
+    """What the governor may raise the recipe's precision to, lowest first."""
+    return [in_words(precision) for precision in higher(recipe.rollout.precision)]
+
+
+def as_raised(recipe: Recipe, progress: Progress) -> Recipe:
+    """The recipe with the precision that the run samples in at `progress`."""
+    ladder = [recipe.rollout.precision, *higher(recipe.rollout.precision)]
+    precision = ladder[min(times_raised(progress.governor), len(ladder) - 1)]
+    return recipe.model_copy(update={"rollout": recipe.rollout.model_copy(update={"precision": precision})})

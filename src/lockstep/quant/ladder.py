@@ -1,0 +1,16 @@
+"""Precisions of sampling from low to high: what the governor climbs when sampler and learner drift apart."""
+
+from __future__ import annotations
+
+from lockstep.config import Plugin
+
+HIGH = "high"  # how a recipe calls the precision the learner computes in, which is no format
+EIGHT_BITS = Plugin(package="lockstep.quant.formats", name="int8_w8a8")
+
+
+def higher(precision: Plugin | None) -> list[Plugin | None]:
+    """The rungs above a recipe's precision, lowest first: 8 bits for fewer, then none at all."""
+    if precision is None:
+        return []
+    bits: int = precision.cls.bits  # type: ignore[attr-defined]
+    return [EIGHT_BITS, None] if bits < 8 else [None]
