@@ -106,13 +106,10 @@ def _refuse_ragged(scheme: Scheme, encoded: Mapping[str, Encoded]) -> None:
 
 def _others(module: PreTrainedModel, encoded: Mapping[str, Encoded]) -> dict[str, Tensor]:
     """What stays as it is, tied weights once."""
-    seen: set[int] = set()
-    state = module.state_dict(keep_vars=True)
-    return {
-        name: tensor.detach()
-        for name, tensor in state.items()
-        if name not in encoded and not (id(tensor) in seen or seen.add(id(tensor)))
-    }
+    first: dict[int, tuple[str, Tensor]] = {}
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        first.setdefault(id(tensor), (name, tensor.detach()))
+    return {name: tensor for name, tensor in first.values() if name not in encoded}
 
 
 def _left_alone(module: PreTrainedModel, kept: Mapping[str, Tensor], encoded: Mapping[str, Encoded]) -> list[str]:
