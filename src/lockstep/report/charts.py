@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from lockstep.report.history import History, Series
 
 MAX_POINTS = 600  # per line: more than the pixels of a chart
-_CURVES = 5  # steps shown on the F(tau) chart
+_CURVES = 3  # steps shown on the F(tau) chart: first, middle, last
 
 Format = Literal["number", "percent", "seconds", "scientific"]
 
@@ -184,8 +184,8 @@ def _line(chart: Chart, label: str, series: Series, color: int) -> Line:
 
 
 def _is_log(chart: Chart, lines: list[Line]) -> bool:
-    """A logarithmic axis needs something above zero: two sides that agree exactly have nothing there."""
-    return chart.log and any((line.y > 0).any() for line in lines)
+    """A logarithmic axis needs something finite above zero: two sides that agree exactly have nothing there."""
+    return chart.log and any((np.isfinite(line.y) & (line.y > 0)).any() for line in lines)
 
 
 def _control(chart: Chart, run: History, color: int) -> list[Line]:
@@ -218,9 +218,10 @@ def _filled(series: Series, steps: NDArray[np.float64]) -> NDArray[np.float64]:
 _F_CURVE = Chart(
     key="f_curve",
     title="F(τ) curve",
-    help="Share of tokens whose probability differs by more than a factor τ, at several steps of the run.",
+    help="Share of tokens whose probability differs by more than a factor τ, at the first, a middle and the last step.",
     metrics={"mismatch/f[0-9]*": ""},
     format="percent",
+    log=True,
 )
 
 
@@ -233,7 +234,7 @@ def f_curves(runs: Sequence[History]) -> Panel:
         curves = [(f"step {step}", points) for step, points in _f_by_step(runs[0])]
         fade = np.linspace(1.0, 0.25, len(curves))[::-1]  # the later, the stronger
         lines = [Line(label, x, y, 0, alpha=float(a)) for a, (label, (x, y)) in zip(fade, curves, strict=True)]
-    return Panel(chart=_F_CURVE, lines=lines, x_label="τ", x_log=True)
+    return Panel(chart=_F_CURVE, lines=lines, x_label="τ", x_log=True, y_log=_is_log(_F_CURVE, lines))
 
 
 Points = tuple[NDArray[np.float64], NDArray[np.float64]]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
@@ -13,7 +15,7 @@ from numpy.typing import NDArray
 from lockstep.report.jsonl import Row
 from lockstep.report.run_folder import RunFolder
 
-_CLOCK = frozenset({"step", "time", "wall"})
+_CLOCK = frozenset({"step", "wall"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,9 @@ class Series:
     def finite(self) -> NDArray[np.float64]:
         """The values one can add up and compare; may be empty."""
         return self.values[np.isfinite(self.values)]
+
+    def since(self, step: float) -> Series:
+        return Series(self.steps[self.steps >= step], self.values[self.steps >= step])
 
     def thin(self, limit: int) -> Series:
         """At most `limit` points that look the same: of every stretch its lowest and its highest, so spikes stay."""
@@ -67,11 +72,12 @@ class History:
 
     @classmethod
     def read(cls, folder: RunFolder) -> History:
-        rows = list(folder.read_metrics())
+        series = collect(folder.read_metrics())
+        clock = series.pop("time", None)
         return cls(
             name=folder.name,
-            series=collect(rows),
-            seconds=max((row["time"] for row in rows), default=0.0),
+            series=series,
+            seconds=float(clock.values.max()) if clock else 0.0,
             config=folder.read_config(),
             environment=folder.read_environment(),
             events=list(folder.read_events()),
@@ -98,14 +104,19 @@ class History:
 
 
 def collect(rows: Iterable[Row]) -> dict[str, Series]:
-    """Rows to series. A step logged twice counts as logged last."""
-    found: dict[str, dict[int, float]] = {}
+    """Rows to series, `time` among them. A step logged twice counts as logged last.
+
+    A long run has millions of values: they are packed as they come, and no row is kept.
+    """
+    steps: defaultdict[str, array[float]] = defaultdict(lambda: array("d"))
+    values: defaultdict[str, array[float]] = defaultdict(lambda: array("d"))
     for row in rows:
         for name in row.keys() - _CLOCK:
-            found.setdefault(name, {})[row["step"]] = float(row[name])
-    return {name: _series(found[name]) for name in sorted(found)}
+            steps[name].append(row["step"])
+            values[name].append(float(row[name]))
+    return {name: _series(np.array(steps[name]), np.array(values[name])) for name in sorted(steps)}
 
 
-def _series(points: dict[int, float]) -> Series:
-    steps = sorted(points)
-    return Series(np.array(steps, dtype=np.float64), np.array([points[s] for s in steps], dtype=np.float64))
+def _series(steps: NDArray[np.float64], values: NDArray[np.float64]) -> Series:
+    unique, last = np.unique(steps[::-1], return_index=True)
+    return Series(unique, values[::-1][last])

@@ -12,6 +12,7 @@ from typing import Any
 
 from lockstep.report import sections
 from lockstep.report.charts import Line, Panel, panels
+from lockstep.report.disagreement import disagreement
 from lockstep.report.error_tokens import error_tokens
 from lockstep.report.excerpts import excerpts
 from lockstep.report.governing import banner, firings, governor
@@ -30,6 +31,7 @@ def write_report(folder: RunFolder) -> Path:
         banner(run),
         sections.tiles(run),
         sections.charts(charts),
+        disagreement(run),
         sections.time_split([run]),
         governor(run),
         sections.samples(answers),

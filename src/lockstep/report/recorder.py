@@ -121,15 +121,19 @@ def _judgement(trajectory: Trajectory) -> Row:
 
 class TensorBoardSink:
     def __init__(self, folder: Path, purge_step: int | None) -> None:
+        from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]  # generated
         from torch.utils.tensorboard import SummaryWriter  # imports TensorFlow where there is one
 
+        self._summary: Any = Summary
         self._folder = folder
         self._writer = SummaryWriter(str(folder), purge_step=purge_step, flush_secs=10)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """All values in one event: hundreds of events would cost more than everything else that is recorded."""
+        values = [self._summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
+        assert self._writer.file_writer is not None
         try:
-            for name, value in metrics.items():
-                self._writer.add_scalar(name, value, step)
+            self._writer.file_writer.add_summary(self._summary(value=values), step)
         except OSError as error:
             raise with_path(error, self._folder) from error
 

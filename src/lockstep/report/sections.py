@@ -165,9 +165,24 @@ def samples(shown: Sequence[Row]) -> str:
 def health(run: History) -> str:
     if not run.series:
         return ""
-    rows = "".join(map(_health_row, readings(run)))
+    found = readings(run)
+    whole = [reading for reading in found if not (reading.metric and reading.metric.part)]
+    parts = [reading for reading in found if reading not in whole]
+    return f'<h2 id="health">Health</h2><div class="card scroll">{_health_table(whole)}</div>{_folded(parts)}'
+
+
+def _folded(parts: Sequence[Reading]) -> str:
+    """What is told of parts of the tokens: too much to read through, there to be looked up."""
+    if not parts:
+        return ""
+    flags = sum(bool(reading.flag) for reading in parts)
+    title = f"The same by part: {len(parts)} figures" + (f", ⚠ {flags}" if flags else "")
+    return f'<details class="card"><summary>{title}</summary><div class="scroll">{_health_table(parts)}</div></details>'
+
+
+def _health_table(found: Sequence[Reading]) -> str:
     head = "<tr><th>metric</th><th></th><th>first</th><th>last</th><th>meaning</th><th>healthy</th></tr>"
-    return f'<h2 id="health">Health</h2><div class="card scroll"><table>{head}{rows}</table></div>'
+    return f"<table>{head}{''.join(map(_health_row, found))}</table>"
 
 
 def _health_row(reading: Reading) -> str:

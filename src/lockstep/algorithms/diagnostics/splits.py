@@ -13,6 +13,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from lockstep.metrics import LENGTHS, PARTS
 from lockstep.types import Batch
 
 
@@ -30,13 +31,13 @@ def _by_bound(name: str, bounds: Sequence[float]) -> Split:
     return Split(tuple(f"{name}{bound:g}" for bound in bounds), tuple(bounds[1:]))
 
 
-_LENGTHS = (0, *(2**k for k in range(4, 15)))  # 0, 16, 32, … 16384
+_BOUNDS = {part.name: part.bounds for part in PARTS}
 
-LAG = _by_bound("lag", range(9))
-POSITION = _by_bound("pos", _LENGTHS)  # sampled tokens of the same sequence before this one
+LAG = _by_bound("lag", _BOUNDS["lag*"])
+POSITION = _by_bound("pos", _BOUNDS["pos*"])  # sampled tokens of the same sequence before this one
 ADVANTAGE = Split(("adv_neg", "adv_zero", "adv_pos"), (0, 1))  # of the sign
-PROBABILITY = _by_bound("prob", (0, 0.01, 0.1, 0.5, 0.9))  # π_prox: what QaRL's Figs. 4 and 5 call old
-LENGTH = _by_bound("len", _LENGTHS)  # sampled tokens of a sequence
+PROBABILITY = _by_bound("prob", _BOUNDS["prob*"])  # π_prox: what QaRL's Figs. 4 and 5 call old
+LENGTH = _by_bound("len", LENGTHS)  # sampled tokens of a sequence
 
 SPLITS = (LAG, POSITION, ADVANTAGE, PROBABILITY)
 CELLS = tuple(cell for split in SPLITS for cell in split.cells)
