@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -20,7 +21,7 @@ from transformers import PreTrainedModel
 from lockstep.config import ConfigError, Plugin
 from lockstep.quant.encoded import Encoded
 from lockstep.quant.format import Format
-from lockstep.quant.layers import quantized_layers
+from lockstep.quant.layers import QuantizedLayer, quantized_layers
 from lockstep.quant.modules import install, install_straight_through
 
 LAYER = re.compile(r"\.(\d+)\.")
@@ -35,12 +36,10 @@ class LowBitWeights:
         With several updates per version the last published codes are kept too, to count those that changed.
         """
         self.format: Format = precision.build()
-        try:
-            self.layers = quantized_layers(module)
-            weights = dict(module.named_parameters())
+        self.layers = low_bit_layers(module, precision)
+        weights = dict(module.named_parameters())
+        with _refused(precision):
             self.encoded = {layer.name: self.format.quantize(weights[layer.name].detach()) for layer in self.layers}
-        except ValueError as error:
-            raise ConfigError(f"rollout.precision = {precision.name!r}: {error}") from error
         self._published = _copies(self.encoded) if updates_per_version > 1 else None
         self._changed: dict[str, Tensor] = {}
 
@@ -84,6 +83,20 @@ class LowBitWeights:
             if layer := LAYER.search(name):
                 found[f"quant/changed/layer{layer[1]}"].append(weighed)
         return {"quant/bits": float(self.format.bits), **{key: _mean(values) for key, values in found.items()}}
+
+
+def low_bit_layers(module: PreTrainedModel, precision: Plugin) -> list[QuantizedLayer]:
+    """What a rollout in `precision` quantizes; ConfigError if something cannot be."""
+    with _refused(precision):
+        return quantized_layers(module)
+
+
+@contextmanager
+def _refused(precision: Plugin) -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        raise ConfigError(f"rollout.precision = {precision.name!r}: {error}") from error
 
 
 def _copies(encoded: Mapping[str, Encoded]) -> dict[str, Encoded]:

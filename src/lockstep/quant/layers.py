@@ -67,7 +67,7 @@ def _kind(name: str, owner: nn.Module) -> Kind:
     if is_fused_experts(owner):
         return "experts"
     why = "holds its weight transposed" if isinstance(owner, Conv1D) else "is no linear layer or fused experts we know"
-    raise ValueError(f"cannot quantize {name}: {type(owner).__name__} {why}; a pattern in `keep` leaves it as it is")
+    raise ValueError(f"cannot quantize {name}: {type(owner).__name__} {why}")
 
 
 def _refuse_split_experts(layers: Sequence[QuantizedLayer]) -> None:

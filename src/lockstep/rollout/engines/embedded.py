@@ -79,7 +79,8 @@ class Embedded:
 
         `low_bit` takes the place of the model's matrices.
         """
-        view = twin(loaded.module, paged.NAME, share=store is None)
+        replaced = low_bit.encoded if low_bit is not None else ()
+        view = twin(loaded.module, paged.NAME, share=store is None, replaced=replaced)
         if low_bit is not None:
             low_bit.run_by_engine(view, share=store is None)
         ends = end_tokens(loaded.tokenizer, loaded.module.generation_config.eos_token_id)  # type: ignore[union-attr]
