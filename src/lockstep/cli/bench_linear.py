@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -31,6 +31,9 @@ Layer = tuple[str, int, int]  # name, outputs, inputs
 BLOCK: tuple[Layer, ...] = (
     ("q", 4096, 4096), ("k", 1024, 4096), ("v", 1024, 4096), ("o", 4096, 4096),
     ("gate", 12288, 4096), ("up", 12288, 4096), ("down", 4096, 12288),
+)  # fmt: skip
+FUSED_BLOCK: tuple[Layer, ...] = (
+    ("qkv", 6144, 4096), ("o", 4096, 4096), ("gate_up", 24576, 4096), ("down", 4096, 12288),
 )  # fmt: skip
 EXPERT_BLOCK: tuple[Layer, ...] = (("gate_up", 1536, 2048), ("down", 2048, 768))
 
@@ -86,7 +89,6 @@ def _int4(weight: Tensor) -> tuple[Tensor, Tensor]:
 class Problem:
     """The layers of a pass for a number of tokens, with their bfloat16 inputs."""
 
-    name: str
     layers: Sequence[Layer]
     tokens: int
     inputs: dict[int, Tensor]  # by width
@@ -98,8 +100,8 @@ class Problem:
         return 1 if self.offsets is None else int((self.offsets.diff() > 0).sum())
 
 
-def dense(tokens: int, device: torch.device) -> Problem:
-    return Problem("block", BLOCK, tokens, _inputs(tokens, BLOCK, device))
+def dense(tokens: int, device: torch.device, layers: Sequence[Layer] = BLOCK) -> Problem:
+    return Problem(layers, tokens, _inputs(tokens, layers, device))
 
 
 def experts(tokens: int, device: torch.device) -> Problem:
@@ -107,7 +109,7 @@ def experts(tokens: int, device: torch.device) -> Problem:
     chosen = torch.rand(tokens, EXPERTS, device=device).topk(TOP_K).indices
     counts = torch.bincount(chosen.flatten(), minlength=EXPERTS)
     offsets = F.pad(counts.cumsum(0), (1, 0)).to(torch.int32)
-    return Problem("experts", EXPERT_BLOCK, tokens, _inputs(tokens * TOP_K, EXPERT_BLOCK, device), offsets)
+    return Problem(EXPERT_BLOCK, tokens, _inputs(tokens * TOP_K, EXPERT_BLOCK, device), offsets)
 
 
 def _inputs(rows: int, layers: Sequence[Layer], device: torch.device) -> dict[int, Tensor]:
@@ -180,17 +182,15 @@ class Measured:
     limit: float  # to read the weights once
 
 
-def measure(tokens: Sequence[int], num_experts: int, device: torch.device) -> Iterator[Measured]:
-    """All contenders, for all numbers of tokens, in the problem of experts or of one block."""
-    layers = EXPERT_BLOCK if num_experts else BLOCK
-    problems = [experts(n, device) if num_experts else dense(n, device) for n in tokens]
-    for contender in contenders():
-        weights = make_weights(contender, layers, num_experts, device)
-        for problem in problems:
-            used = problem.used / max(1, num_experts)
-            copies = rotated(weights, used)
-            seconds, encoded = (seconds_per_pass(contender, problem, copies, encode=e) for e in (True, False))
-            yield Measured(contender.name, problem.tokens, seconds, encoded, num_bytes(weights) * used / BYTES_PER_S)
+def measure(problems: Sequence[Problem], device: torch.device) -> Iterator[Measured]:
+    """All contenders, one problem after the other: many rows heat the device, and slow down what is measured next."""
+    for problem, contender in product(problems, contenders()):
+        num_experts = 0 if problem.offsets is None else EXPERTS
+        weights = make_weights(contender, problem.layers, num_experts, device)
+        used = problem.used / max(1, num_experts)
+        copies = rotated(weights, used)
+        seconds, encoded = (seconds_per_pass(contender, problem, copies, encode=e) for e in (True, False))
+        yield Measured(contender.name, problem.tokens, seconds, encoded, num_bytes(weights) * used / BYTES_PER_S)
 
 
 def table(results: Sequence[Measured]) -> str:
@@ -203,7 +203,7 @@ def table(results: Sequence[Measured]) -> str:
     lines += [
         f"| {r.tokens} | {r.contender} | {r.seconds * 1e6:.1f} | {r.encoded_seconds * 1e6:.1f} | {r.limit * 1e6:.1f} "
         f"| {r.limit / r.seconds:.0%} | {base[r.tokens] / r.seconds:.2f} |"
-        for r in sorted(results, key=lambda r: r.tokens)
+        for r in results
     ]
     return "\n".join(lines)
 
@@ -215,12 +215,14 @@ def compare(tokens: Sequence[int], out: Path | None, console: Console) -> None:
     device = torch.device("cuda")
     torch.manual_seed(0)
     text = f"{torch.cuda.get_device_name()}, torch {torch.__version__}, CUDA {torch.version.cuda}\n"
-    for title, num_experts in (
-        ("Linear layers of one Qwen3-8B block", 0),
-        ("Experts of one Qwen3-30B-A3B block", EXPERTS),
-    ):
+    cases = {
+        "Linear layers of one Qwen3-8B block, as the model has them: seven": [dense(n, device) for n in tokens],
+        "The same with q, k, v in one and gate, up in one: four": [dense(n, device, FUSED_BLOCK) for n in tokens],
+        "Experts of one Qwen3-30B-A3B block": [experts(n, device) for n in tokens],
+    }
+    for title, problems in cases.items():
         with torch.no_grad():
-            text += f"\n{title}\n\n{table(list(measure(tokens, num_experts, device)))}\n"
+            text += f"\n{title}\n\n{table(list(measure(problems, device)))}\n"
     console.print(text, markup=False, highlight=False, soft_wrap=True)
     if out:
         out.write_text(text)

@@ -1,12 +1,13 @@
 """Finds the tiles of quant/kernels/triton_configs.py: `python -m lockstep.cli.tune_linear` on the GPU to tune for.
 
-Every candidate runs the passes of `lockstep bench linear`, activations encoded in each. Prints the fastest per format
-and number of rows. Kernels are compiled by several processes first, into Triton's cache.
+Every candidate runs the passes of `lockstep bench linear`, which encode their inputs. Prints the fastest per format and
+number of rows. Kernels are compiled by several processes first, into Triton's cache.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from itertools import product
 from multiprocessing import get_context
@@ -15,29 +16,48 @@ import torch
 
 from lockstep.cli import bench_linear as bench
 from lockstep.quant.kernels import triton_configs as configs
-from lockstep.quant.kernels import triton_tiles as tiles
 from lockstep.quant.kernels.triton_tiles import Tile
 
 KINDS = {"int8": "int8_w8a8", "fp8": "fp8_w8a8", "w4a16": "w4a16", "w4a8": "w4a8, int8"}
-FILLS = (384, 768)
-ROWS = (16, 64, 256, 2048)  # the last as a learner has them, without experts
 SHOWN = 6
-Job = tuple[str, int, int, Tile]  # kind, tokens, experts, tile
+Case = tuple[str, int, int]  # kind, tokens, experts
+Job = tuple[str, int, int, Tile]
 
 
-def candidates(tokens: int, num_experts: int) -> list[Tile]:
+def cases() -> Iterator[Case]:
+    """The last number of rows is a learner's. Above MANY_ROWS w4a16 has no tile."""
+    for kind in KINDS:
+        yield from product((kind,), (16, 64, 128) if kind == "w4a16" else (16, 64, 256, 2048), (0,))
+        yield from product((kind,), (16, 64, 256, 2048), (bench.EXPERTS,))
+
+
+def candidates(kind: str, tokens: int, num_experts: int) -> list[Tile]:
     """Tiles worth trying. Those that do not fit into registers or shared memory are passed over when they fail."""
-    narrow, wide = (64, 4), (128, 8)  # outputs, warps
+    narrow, tall, wide = (64, 4), (128, 4), (128, 8)  # outputs, warps
+    few = ((2, 1), (3, 1), (6, 1), (8, 1), (4, 2))  # stages, groups
+    both = (True, False)
     if num_experts:
-        heights = (16, 32, 64) if tokens == 256 else (16,)
-        shapes = product(heights, (narrow, (128, 4), wide), (4, 6))
-        return [Tile(rows, outputs, warps, stages, False) for rows, (outputs, warps), stages in shapes]
-    if tokens >= 256:
-        shapes = product((64, 128, 256), (narrow, wide), (3, 4), (False,))
-        split = product((128,), (narrow, wide), (3,), (True,))
-        return [Tile(rows, outputs, warps, stages, p) for rows, (outputs, warps), stages, p in (*shapes, *split)]
-    shapes = product((narrow, (128, 4), wide), (3, 4, 6), (False, True))
-    return [Tile(tokens, outputs, warps, stages, True, prefetch) for (outputs, warps), stages, prefetch in shapes]
+        heights = {16: (16,), 64: (16,), 256: (16, 32), 2048: (64, 128)}[tokens]
+        return _tiles(heights, (narrow, wide if tokens == 2048 else tall), ((3, 1), (4, 1), (3, 2)), (False,))
+    if tokens <= 64:
+        tiles = _tiles((tokens,), (narrow, tall if tokens == 16 else wide), few, both if kind == "int8" else (True,))
+        # Outputs under 64 run on other instructions, which add in another order: for exact sums alone.
+        return tiles + (_tiles((tokens,), ((16, 2), (32, 4)), few[2:], (False,)) if kind == "int8" else [])
+    if tokens <= 256:
+        return _tiles((64, 128), (narrow, wide), ((2, 1), (3, 1), (4, 1)), both)
+    return _tiles((128, 256), (narrow, wide), ((3, 1), (4, 1)), (False,))
+
+
+def _tiles(
+    rows: tuple[int, ...],
+    shapes: tuple[tuple[int, int], ...],
+    steps: tuple[tuple[int, int], ...],
+    parallel: tuple[bool, ...],
+) -> list[Tile]:
+    return [
+        Tile(height, outputs, warps, stages, split, groups)
+        for height, (outputs, warps), (stages, groups), split in product(rows, shapes, steps, parallel)
+    ]
 
 
 def use(kind: str, num_experts: int, tile: Tile) -> None:
@@ -53,11 +73,10 @@ def compile_kernel(job: Job) -> str | None:
     kind, tokens, num_experts, tile = job
     use(kind, num_experts, tile)
     device, contender = torch.device("cuda"), contender_of(kind)
-    layer = ("", 1024, 4096 if not num_experts else 256)
+    layer = ("", 1024, 256 if num_experts else 4096)
     offsets = torch.arange(num_experts + 1, dtype=torch.int32, device=device) if num_experts else None
-    rows = num_experts or tokens
-    inputs = {layer[2]: torch.randn(rows, layer[2], device=device).bfloat16()}
-    problem = bench.Problem("", [layer], tokens, inputs, offsets)
+    inputs = {layer[2]: torch.randn(num_experts or tokens, layer[2], device=device).bfloat16()}
+    problem = bench.Problem([layer], tokens, inputs, offsets)
     try:
         bench.run_pass(contender, problem, bench.make_weights(contender, [layer], num_experts, device))
         torch.cuda.synchronize()
@@ -76,38 +95,29 @@ def compile_all(jobs: list[Job]) -> set[Job]:
     return failed
 
 
-def all_jobs() -> list[Job]:
-    cases = [*product(KINDS, ROWS, (0,)), *product(KINDS, ROWS[:-1], (bench.EXPERTS,))]
-    return [(*case, tile) for case in cases for tile in candidates(case[1], case[2])]
-
-
-def tune(kind: str, tokens: int, num_experts: int, tried: list[Tile]) -> list[tuple[float, int, Tile]]:
-    """Seconds of a pass, fill and tile, the fastest first."""
+def tune(case: Case, tried: list[Tile]) -> list[tuple[float, Tile]]:
+    """Seconds of a pass and tile, the fastest first."""
+    kind, tokens, num_experts = case
     device, contender = torch.device("cuda"), contender_of(kind)
     torch.manual_seed(tokens)
     problem = bench.experts(tokens, device) if num_experts else bench.dense(tokens, device)
     weights = bench.make_weights(contender, problem.layers, num_experts, device)
     copies = bench.rotated(weights, problem.used / max(1, num_experts))
     found = []
-    for tile, fill in product(tried, FILLS[:1] if num_experts else FILLS):
+    for tile in tried:
         use(kind, num_experts, tile)
-        tiles.FILL = fill
-        found.append((bench.seconds_per_pass(contender, problem, copies), fill, tile))
+        found.append((bench.seconds_per_pass(contender, problem, copies), tile))
     return sorted(found, key=lambda result: result[0])
 
 
 def main() -> None:
-    jobs = all_jobs()
+    jobs = [(*case, tile) for case in cases() for tile in candidates(*case)]
     failed = compile_all(jobs)
-    for kind, tokens, num_experts in dict.fromkeys(job[:3] for job in jobs):
-        tried = [job[3] for job in jobs if job[:3] == (kind, tokens, num_experts) and job not in failed]
+    for case in cases():
         with torch.no_grad():
-            results = tune(kind, tokens, num_experts, tried)
-        for seconds, fill, tile in results[:SHOWN]:
-            print(
-                f"{kind:6} {num_experts:3} experts {tokens:4} rows {seconds * 1e6:7.1f} µs  fill {fill}  {tile}",
-                flush=True,
-            )
+            results = tune(case, [job[3] for job in jobs if job[:3] == case and job not in failed])
+        for seconds, tile in results[:SHOWN]:
+            print(f"{case[0]:6} {case[2]:3} experts {case[1]:4} rows {seconds * 1e6:7.1f} µs  {tile}", flush=True)
 
 
 if __name__ == "__main__":

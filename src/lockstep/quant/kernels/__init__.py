@@ -88,7 +88,7 @@ CANDIDATES: Mapping[str, Mapping[str, Sequence[tuple[str, Condition]]]] = {
         "quantize_rows_fp8": [("triton_rows.quantize_rows_fp8", _triton)],
         "quantize_groups_fp8": [("triton_rows.quantize_groups_fp8", _triton)],
         "dequantize_rows": [("cuda.dequantize_rows", _always)],
-        "dequantize_int4": [("cuda.dequantize_int4", _always)],
+        "dequantize_int4": [("triton_four.dequantize_int4", _triton_half), ("cuda.dequantize_int4", _always)],
     },
 }
 

@@ -12,8 +12,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lockstep.quant.kernels.triton_configs import tile_for
-from lockstep.quant.kernels.triton_tiles import GROUP, Plan, await_inputs, finish, locate, make_plan, prefetch
+from lockstep.quant.kernels.triton_configs import FILL, tile_for
+from lockstep.quant.kernels.triton_tiles import (
+    DEPENDENT,
+    GROUP,
+    Plan,
+    await_inputs,
+    finish,
+    let_next_start,
+    locate,
+    make_plan,
+)
 
 STEP = tl.constexpr(GROUP)
 
@@ -54,15 +63,16 @@ def eight_bit(
     kind: str, xq: Tensor, sx: Tensor, offsets: Tensor | None, wq: Tensor, sw: Tensor, dtype: torch.dtype
 ) -> Tensor:
     """All of the above: `kind` is int8, fp8 or fp8_block."""
-    M, N, experts = len(xq), wq.shape[-2], 0 if offsets is None else len(wq)
-    tile = tile_for(kind, M, experts)
-    return run(make_plan(tile, M, N, xq.shape[1], experts, exact=kind == "int8"), kind, xq, sx, offsets, wq, sw, dtype)
+    (M, K), N, experts = xq.shape, wq.shape[-2], 0 if offsets is None else len(wq)
+    plan = make_plan(tile_for(kind, M, experts), FILL[kind], M, N, K, experts, exact=kind == "int8")
+    return run(plan, kind, xq, sx, offsets, wq, sw, dtype)
 
 
 def run(
     plan: Plan, kind: str, xq: Tensor, sx: Tensor, offsets: Tensor | None, wq: Tensor, sw: Tensor, dtype: torch.dtype
 ) -> Tensor:
     """With the given plan, whatever the table says."""
+    assert kind != "fp8_block" or plan.tile.outputs <= GROUP, "a tile has one row of block scales"
     (M, K), N = xq.shape, wq.shape[-2]
     xq, wq, sx, sw = xq.contiguous(), wq.contiguous(), sx.contiguous(), sw.contiguous()
     y = torch.empty(M, N, dtype=dtype, device=xq.device)
@@ -70,7 +80,7 @@ def run(
     if M:
         _eight_bit[plan.grid](
             xq, sx, wq, sw, y, offsets, partials, counters, M, N, K, plan.experts, plan.chunks, plan.chunk,
-            BLOCK_SCALED=kind == "fp8_block", EVEN=K % GROUP == 0, **plan.constants,
+            BLOCK_SCALED=kind == "fp8_block", DEPENDENT=DEPENDENT, launch_pdl=DEPENDENT, **plan.constants,
         )  # fmt: skip
     return y
 
@@ -78,58 +88,68 @@ def run(
 @triton.jit(do_not_specialize=["M", "experts", "chunks"])
 def _eight_bit(
     x, sx, w, sw, y, offsets, partials, counters, M, N, K, experts, chunks, chunk,
-    BLOCK_SCALED: tl.constexpr, EVEN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PARALLEL: tl.constexpr,
-    IN_TURN: tl.constexpr, EXPERTS: tl.constexpr, DEPENDENT: tl.constexpr, PREFETCH: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_SCALED: tl.constexpr, EVEN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, GROUPS: tl.constexpr,
+    STAGES: tl.constexpr, PARALLEL: tl.constexpr, IN_TURN: tl.constexpr, EXPERTS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    outputs = tl.program_id(1) * BN + tl.arange(0, BN)
-    k = tl.program_id(2) * chunk
-    if PREFETCH and EVEN and EXPERTS == 0:
-        prefetch(w + (outputs % N).to(tl.int64) * K + k, tl.minimum(chunk, K - k))
     await_inputs(DEPENDENT)
     expert, first, end = locate(offsets, M, experts, BM, EXPERTS)
     if first >= end:
         return
     rows = first + tl.arange(0, BM)
+    outputs = tl.program_id(1) * BN + tl.arange(0, BN)
     # Out of range: any valid row or output will do, its result is not written.
-    x += tl.minimum(rows, end - 1).to(tl.int64) * K
-    w += (expert * N + outputs % N) * K
+    x_rows = x + tl.minimum(rows, end - 1).to(tl.int64) * K
+    w_rows = w + (expert * N + outputs % N) * K
     groups = tl.cdiv(K, STEP)
-    sx_step = sx + tl.minimum(rows, end - 1).to(tl.int64) * groups
-    sw_step = sw + (expert * tl.cdiv(N, STEP) + tl.program_id(1) * BN // STEP) * groups
+    sx_rows = sx + tl.minimum(rows, end - 1).to(tl.int64) * groups
+    sw_row = sw + (expert * tl.cdiv(N, STEP) + tl.program_id(1) * BN // STEP) * groups
     if IN_TURN:
         acc = tl.zeros((BN, BM), tl.float32)
         for start in range(0, K, chunk):
             stop = tl.minimum(start + chunk, K)
-            acc += _chunk(x, w, sx_step, sw_step, start, stop, K, BM, BN, BLOCK_SCALED, EVEN, STAGES)
+            acc += _sum_chunk(
+                x_rows, w_rows, sx_rows, sw_row, start, stop, K, BM, BN, GROUPS, STAGES, BLOCK_SCALED, EVEN
+            )
     else:
-        acc = _chunk(x, w, sx_step, sw_step, k, tl.minimum(k + chunk, K), K, BM, BN, BLOCK_SCALED, EVEN, STAGES)
+        start = tl.program_id(2) * chunk
+        stop = tl.minimum(start + chunk, K)
+        acc = _sum_chunk(x_rows, w_rows, sx_rows, sw_row, start, stop, K, BM, BN, GROUPS, STAGES, BLOCK_SCALED, EVEN)
     SCALED: tl.constexpr = "none" if BLOCK_SCALED else "both"
-    finish(
-        acc, y, sx, sw + expert * N, rows, end, outputs, N, partials, counters, chunks, BM, BN, PARALLEL, SCALED
-    )  # fmt: skip
+    sw += expert * N
+    let_next_start(DEPENDENT)
+    finish(acc, y, sx, sw, rows, end, outputs, N, partials, counters, chunks, BM, BN, PARALLEL, SCALED)
 
 
 @triton.jit
-def _chunk(
+def _sum_chunk(
     x, w, sx, sw, start, stop, K,
-    BM: tl.constexpr, BN: tl.constexpr, BLOCK_SCALED: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, GROUPS: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_SCALED: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """The sum over K from start to stop, [BN, BM]."""
-    integers: tl.constexpr = w.dtype.element_ty == tl.int8
-    acc = tl.zeros((BN, BM), tl.int32 if integers else tl.float32)
-    for k in tl.range(start, stop, STEP, num_stages=STAGES):
-        ks = k + tl.arange(0, STEP)
-        if EVEN:
-            w_step = tl.load(w[:, None] + ks[None, :])
-            x_step = tl.load(x[None, :] + ks[:, None])
-        else:
-            w_step = tl.load(w[:, None] + ks[None, :], (ks < K)[None, :], 0.0)
-            x_step = tl.load(x[None, :] + ks[:, None], (ks < K)[:, None], 0.0)
-        if integers:
-            acc = tl.dot(w_step, x_step, acc, out_dtype=tl.int32)
-        elif BLOCK_SCALED:
-            scale = tl.load(sx + k // STEP)[None, :] * tl.load(sw + k // STEP)
-            acc += tl.dot(w_step, x_step) * scale
-        else:
-            acc = tl.dot(w_step, x_step, acc, max_num_imprecise_acc=STEP)
+    """The sum over K from start to stop, [BN, BM], group by group."""
+    acc = tl.zeros((BN, BM), tl.int32 if w.dtype.element_ty == tl.int8 else tl.float32)
+    for k in tl.range(start, stop, STEP * GROUPS, num_stages=STAGES):
+        for group in tl.static_range(GROUPS):
+            acc = _add_group(acc, x, w, sx, sw, k + group * STEP, K, BLOCK_SCALED, EVEN)
+    return acc
+
+
+@triton.jit
+def _add_group(acc, x, w, sx, sw, k, K, BLOCK_SCALED: tl.constexpr, EVEN: tl.constexpr):
+    """acc [BN, BM] plus the product over 128 values of K."""
+    ks = tl.arange(0, STEP) + k
+    if EVEN:
+        w_group = tl.load(w[:, None] + ks[None, :])
+        x_group = tl.load(x[None, :] + ks[:, None])
+    else:
+        w_group = tl.load(w[:, None] + ks[None, :], (ks < K)[None, :], 0.0)
+        x_group = tl.load(x[None, :] + ks[:, None], (ks < K)[:, None], 0.0)
+    if acc.dtype == tl.int32:
+        acc = tl.dot(w_group, x_group, acc, out_dtype=tl.int32)
+    elif BLOCK_SCALED:
+        scale = tl.load(sx + k // STEP)[None, :] * tl.load(sw + k // STEP)
+        acc += tl.dot(w_group, x_group) * scale
+    else:
+        acc = tl.dot(w_group, x_group, acc, max_num_imprecise_acc=STEP)
     return acc

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lockstep.quant.kernels.triton_tiles import DEPENDENT, GROUP, await_inputs
+from lockstep.quant.kernels.triton_tiles import DEPENDENT, GROUP, await_inputs, let_next_start
 
 INT8_MAX, INT8_MIN_SCALE = tl.constexpr(127.0), tl.constexpr(2.0**-126)
 FP8_MAX, FP8_MIN_SCALE = tl.constexpr(448.0), tl.constexpr(1 / (448 * 512))
@@ -56,6 +56,7 @@ def _quantize(x: Tensor, dtype: torch.dtype, width: int) -> tuple[Tensor, Tensor
 def _quantize_row(
     x, codes, scales, K, groups, width, W: tl.constexpr, G: tl.constexpr, DEPENDENT: tl.constexpr
 ):  # fmt: skip
+    let_next_start(DEPENDENT)
     await_inputs(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     group, place = tl.arange(0, G), tl.arange(0, W)

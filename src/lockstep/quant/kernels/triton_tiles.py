@@ -25,10 +25,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 GROUP = 128  # of K: what shares a scale in 4-bit weights and fp8 blocks, and what one step of a kernel's loop covers
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # on a CPU: no inline assembly, no dependent launch
-DEPENDENT = not INTERPRETED  # kernels are launched before the one they depend on has ended, and wait for it themselves
+DEPENDENT = not INTERPRETED  # 8-bit kernels are launched before the one they depend on has ended, and wait for it
 _MAX_TILES = 1 << 16  # of a launch whose chunks run side by side
-FILL = 384  # programs that keep the memory of 132 multiprocessors busy
 _MIN_CHUNK = 4 * GROUP
+_ALIGNED = 2 * GROUP  # chunks start at multiples of it, so that two groups may share a step
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Tile:
     warps: int
     stages: int  # steps of K loaded ahead, plus one
     parallel: bool  # chunks of K side by side rather than in turn
-    prefetch: bool = False  # weights into L2 while the kernel before still runs
+    groups: int = 1  # of K in a step of the loop
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +53,7 @@ class Plan:
     row_tiles: int
     output_tiles: int
     experts: int  # 0: one weight for all rows
+    even: bool  # every step of the loop lies within K
 
     @property
     def parallel(self) -> bool:
@@ -72,11 +73,10 @@ class Plan:
             "PARALLEL": self.parallel,
             "IN_TURN": self.chunks > 1 and not self.parallel,
             "EXPERTS": triton.next_power_of_2(self.experts) if self.experts else 0,
-            "DEPENDENT": DEPENDENT,
-            "PREFETCH": DEPENDENT and tile.prefetch,
             "num_warps": tile.warps,
             "STAGES": tile.stages,
-            "launch_pdl": DEPENDENT,
+            "GROUPS": tile.groups,
+            "EVEN": self.even,
             "enable_fp_fusion": False,  # a product and a sum round the same in every compilation
         }
 
@@ -89,23 +89,24 @@ class Plan:
         return torch.empty(size, dtype=dtype, device=device), _counters(device)
 
 
-def num_chunks(N: int, K: int) -> int:
-    """How many sums of K are kept apart: as many as fill the device at few rows. A power of two, blind to rows."""
-    wanted = max(1, FILL // triton.cdiv(N, 64))
+def num_chunks(N: int, K: int, fill: int) -> int:
+    """How many sums of K are kept apart: as many as make `fill` programs at few rows. Blind to the number of rows."""
+    wanted = max(1, fill // triton.cdiv(N, 64))
     return min(1 << (wanted.bit_length() - 1), max(1, K // _MIN_CHUNK))
 
 
-def make_plan(tile: Tile, M: int, N: int, K: int, experts: int = 0, exact: bool = False) -> Plan:
+def make_plan(tile: Tile, fill: int, M: int, N: int, K: int, experts: int = 0, exact: bool = False) -> Plan:
     """Experts have enough tiles without chunks. `exact` sums need chunks only where they run side by side."""
     row_tiles = triton.cdiv(M, tile.rows)
     if experts:
         row_tiles = min(M, experts + M // tile.rows)  # the most there can be, however rows fall: known without waiting
     output_tiles = triton.cdiv(N, tile.outputs)
-    fits = row_tiles * output_tiles <= _MAX_TILES
-    chunks = 1 if experts or (exact and not (tile.parallel and fits)) else num_chunks(N, K)
-    chunk = triton.cdiv(triton.cdiv(K, GROUP), chunks) * GROUP
-    tile = tile if fits else replace(tile, parallel=False)
-    return Plan(tile, triton.cdiv(K, chunk), chunk, row_tiles, output_tiles, experts)
+    parallel = tile.parallel and row_tiles * output_tiles <= _MAX_TILES
+    chunks = 1 if experts or (exact and not parallel) else num_chunks(N, K, fill)
+    chunk = triton.cdiv(triton.cdiv(K, _ALIGNED), chunks) * _ALIGNED
+    groups = tile.groups if K % (GROUP * tile.groups) == 0 else 1
+    tile = replace(tile, parallel=parallel, groups=groups)
+    return Plan(tile, triton.cdiv(K, chunk), chunk, row_tiles, output_tiles, experts, even=K % GROUP == 0)
 
 
 _local = threading.local()
@@ -124,19 +125,16 @@ def _counters(device: torch.device) -> Tensor:
 
 @triton.jit
 def await_inputs(DEPENDENT: tl.constexpr):
-    """The next kernel may be launched while this one runs; this one waits here for the one before it."""
+    """Until the kernel before has ended. Nothing may be read or written before this."""
     if DEPENDENT:
-        gdc_launch_dependents()
         gdc_wait()
 
 
 @triton.jit
-def prefetch(row_starts, num_bytes):
-    """Asks for `num_bytes` (a multiple of 16) from each address to be brought into L2. Changes nothing else."""
-    tl.inline_asm_elementwise(
-        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;", "=r,l,r",
-        [row_starts.to(tl.int64), num_bytes], dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
+def let_next_start(DEPENDENT: tl.constexpr):
+    """The next kernel, if it awaits its inputs, may now be launched: that hides the time its launch takes."""
+    if DEPENDENT:
+        gdc_launch_dependents()
 
 
 @triton.jit
