@@ -257,3 +257,14 @@ def bench_scaling(
     from lockstep.cli import bench_scaling
 
     bench_scaling.compare(scale=scale, steps=steps, precision=precision, overrides=overrides or [], console=console)
+
+
+@bench.command("linear")
+def bench_linear(
+    rows: Annotated[list[int] | None, typer.Argument(min=1, help="tokens per pass; 16, 64 and 256 by default")] = None,
+    out: Annotated[Path | None, typer.Option(help="keep the tables here, as Markdown")] = None,
+) -> None:
+    """Low-bit linear layers and experts against bfloat16 and against the time to read their weights. Needs a GPU."""
+    from lockstep.cli import bench_linear
+
+    bench_linear.compare(rows or [16, 64, 256], out, console)
