@@ -209,7 +209,7 @@ def table(results: Sequence[Measured]) -> str:
 
 
 def compare(tokens: Sequence[int], out: Path | None, console: Console) -> None:
-    """Prints both tables, and writes them to `out`."""
+    """Prints a table per problem, and writes them to `out`."""
     if not torch.cuda.is_available():
         raise ConfigError("`lockstep bench linear` measures GPU kernels, and there is no CUDA device here")
     device = torch.device("cuda")

@@ -17,8 +17,8 @@ FILL = {"int8": 192, "fp8": 192, "fp8_block": 192, "w4a16": 384, "w4a8": 384, "w
 DENSE: dict[str, dict[int, Tile]] = {
     "int8": {
         16: Tile(16, 64, 4, 4, True, 2),
-        32: Tile(32, 64, 4, 6, False),
-        64: Tile(64, 64, 4, 6, False),
+        32: Tile(32, 64, 4, 6, True),
+        64: Tile(64, 64, 4, 6, True),
         512: Tile(64, 64, 4, 4, False),
         ANY: Tile(256, 128, 8, 4, False),
     },

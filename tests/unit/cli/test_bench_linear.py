@@ -1,0 +1,46 @@
+"""`lockstep bench linear`: what can be known without a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from rich.console import Console
+
+from lockstep.cli import bench_linear as bench
+from lockstep.config import ConfigError
+
+
+def test_it_refuses_to_run_without_a_gpu() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    with pytest.raises(ConfigError, match="no CUDA device"):
+        bench.compare([16], None, Console())
+
+
+def test_the_table_compares_with_bf16_at_the_same_rows() -> None:
+    results = [
+        bench.Measured("bf16", 16, 100e-6, 100e-6, 50e-6),
+        bench.Measured("w4a16", 16, 40e-6, 40e-6, 20e-6),
+        bench.Measured("bf16", 64, 120e-6, 120e-6, 50e-6),
+        bench.Measured("w4a16", 64, 60e-6, 60e-6, 20e-6),
+    ]
+    lines = bench.table(results).splitlines()
+    assert lines[3] == "| 16 | w4a16 | 40.0 | 40.0 | 20.0 | 50% | 2.50 |"
+    assert lines[5].endswith("| 2.00 |")
+
+
+def test_rotated_weights_exceed_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "ROTATED_BYTES", 5000)
+    weights: bench.Weights = [(torch.zeros(1000, dtype=torch.uint8), torch.zeros(10))]
+    copies = bench.rotated(weights, used=0.5)
+    assert bench.num_bytes(weights) == 1040
+    assert len(copies) * 1040 * 0.5 >= 5000
+    assert len({layer[0].data_ptr() for copy in copies for layer in copy}) == len(copies)
+
+
+def test_experts_rows_are_counted_by_expert() -> None:
+    problem = bench.experts(32, torch.device("cpu"))
+    assert problem.offsets is not None
+    assert problem.offsets[-1] == 32 * bench.TOP_K
+    assert (problem.offsets.diff() >= 0).all()
+    assert all(len(x) == 32 * bench.TOP_K for x in problem.inputs.values())
