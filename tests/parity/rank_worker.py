@@ -19,6 +19,8 @@ from lockstep.learner.step import LearnerCore
 from lockstep.types import Group
 
 REFERENCE = "reference"
+EXPERTS = ("experts", "low-bit-experts")
+PRECISION = {"low-bit": "w4a16", "low-bit-experts": "w4a8", "low-bit-replayed": "fp8_w8a8"}
 
 
 def prepare(folder: Path) -> None:
@@ -50,10 +52,13 @@ def build(name: str, folder: Path) -> LearnerCore:
         "batch-wide": ({"surrogate": "reinforce_pp", "correction": "icepop"}, {"micro_tokens": 40}),
         "scaled": ({"surrogate": "dapo"}, {"micro_tokens": 30, "update_scale": 1.5}),
         "rates": ({"surrogate": "dapo"}, {"micro_tokens": 30, "update_scale": 1.5, "update_scale_by": "rates"}),
+        "low-bit": ({"surrogate": "dapo"}, {"micro_tokens": 30, "activation_checkpointing": True}),
+        "low-bit-experts": ({"surrogate": "dapo"}, {"micro_tokens": 30}),
+        "low-bit-replayed": ({"surrogate": "dapo"}, {"micro_tokens": 40, "mini_steps": 2, "update_scale": 1.5}),
         "bfloat16": ({"surrogate": "dapo"}, {"micro_tokens": 30, "dtype": "bfloat16"}),
     }[name]
     seed = dist.get_rank() if dist.is_initialized() else 0
-    core = make_core(algorithm, learner, seed=seed, experts=name == "experts")
+    core = make_core(algorithm, learner, seed=seed, experts=name in EXPERTS, precision=PRECISION.get(name))
     if "kl" in algorithm:
         core.load_reference(str(folder / REFERENCE))
     return core
@@ -71,9 +76,11 @@ def drive(front: Front, name: str, folder: Path) -> None:
         metrics.append(front.call("finish", name == "governed" and version == 0))
         if name == "governed":
             front.call("set_correction", "none")
+        front.call("published")
         front.call("save", folder)
         front.call("load", folder)
     torch.save(front.call("checkpoint"), folder / "weights.pt")
+    torch.save(front.call("published"), folder / "published.pt")
     (folder / "metrics.json").write_text(json.dumps(metrics))
 
 

@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from lockstep.algorithms.config import AlgorithmConfig
+from lockstep.config import Plugin
 from lockstep.learner.config import LearnerConfig
 from lockstep.learner.parallel import full_weights
 from lockstep.learner.step import LearnerCore
@@ -18,6 +19,7 @@ from lockstep.learner.update_scale import UpdateScale
 from lockstep.models import loading, varlen
 from lockstep.models.head import install_head
 from lockstep.models.loading import Loaded
+from lockstep.models.lowbit import LowBitWeights
 from lockstep.models.tiny import byte_tokenizer
 from lockstep.types import Group, Sample, StopReason, Trajectory, Verdict
 
@@ -58,12 +60,27 @@ def make_checkpoint(folder: Path, seed: int = 0, experts: bool = False) -> str:
 
 
 def make_core(
-    algorithm: dict[str, Any], learner: dict[str, Any] | None = None, seed: int = 0, experts: bool = False
+    algorithm: dict[str, Any],
+    learner: dict[str, Any] | None = None,
+    seed: int = 0,
+    experts: bool = False,
+    precision: str | None = None,
 ) -> LearnerCore:
+    """With a `precision` it publishes low-bit weights, and its own forward runs them."""
     settings = AlgorithmConfig.model_validate(algorithm)
     config = LearnerConfig.model_validate(LEARNER | (learner or {}))
     module = make_module(settings.needs_values, seed=seed, experts=experts)
-    return LearnerCore(module, settings, config, num_updates=100, update_scale=_update_scale(module, config))
+    update_scale, low_bit = _update_scale(module, config), _low_bit(module, config, precision)
+    return LearnerCore(module, settings, config, num_updates=100, update_scale=update_scale, low_bit=low_bit)
+
+
+def _low_bit(module: PreTrainedModel, config: LearnerConfig, precision: str | None) -> LowBitWeights | None:
+    if precision is None:
+        return None
+    plugin = Plugin(package="lockstep.quant.formats", name=precision)
+    made = LowBitWeights(module, plugin, updates_per_version=config.num_updates)
+    made.run_by_learner(module)
+    return made
 
 
 def _update_scale(module: PreTrainedModel, config: LearnerConfig) -> UpdateScale | None:
