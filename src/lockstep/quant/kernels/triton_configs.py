@@ -10,8 +10,8 @@ ANY = 1 << 40
 MANY_ROWS = 512  # above it w4a16 writes the weight out in 16 bits and calls the library
 
 # Programs that a launch of few rows is cut into (see num_chunks): part of the order of sums, so one for all rows.
-# Of 192, 384, 768 and 1536: more programs hide the unpacking of 4 bits (768 is 6% faster at 16 rows), but cost more where
-# their sums meet (20% at 64 rows).
+# Of 192, 384, 768 and 1536: more programs hide the unpacking of 4 bits (w4a16: 768 is 6% faster than 384 at 16 rows),
+# but cost more where their sums meet (19% at 64 rows).
 FILL = {"int8": 192, "fp8": 192, "fp8_block": 192, "w4a16": 384, "w4a8": 384, "w4a8_fp8": 384}
 
 # Up to so many rows → tile.
