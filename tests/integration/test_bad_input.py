@@ -25,6 +25,10 @@ CASES = {
     "model.init.experts=1": "two experts are active",
     "nonsense": "is not of the form",
     "preset=daop": "did you mean 'dapo'",
+    "rollout.precision=int8": "unknown format 'int8': did you mean 'int8_w8a8'",
+    'rollout.precision={name="fp8_w8a8", blok=true}': "unknown option of fp8_w8a8 'blok': did you mean 'block'",
+    'rollout.precision={name="w4a8", inputs="int4"}': "w4a8.inputs",
+    "learner.alignment=align": "learner.alignment",
 }
 
 
