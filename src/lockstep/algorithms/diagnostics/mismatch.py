@@ -10,15 +10,15 @@ from torch import Tensor
 from lockstep.algorithms.diagnostics.splits import CELLS, LENGTH, constant, max_by_cell, sum_by_cell, token_cells
 from lockstep.algorithms.diagnostics.tally import Tally
 from lockstep.algorithms.segments import MAX_LOG_RATIO, seq_count
+from lockstep.metrics import TAUS
 from lockstep.types import Batch
 
-TAUS = (1.1, 1.25, 1.5, 2, 3, 5, 10, 100)
 _LOG_TAUS = tuple(map(math.log, TAUS))
 
 # The rows of the tables, in order.
 SUMS = ("n", "d", "k3", "w", "w²", "(w-1)²", "|p-q|", "p", "q", "p²", "q²", "pq", "truncated", "rejected", "lag")
 SUMS += tuple(f"f{tau}" for tau in TAUS)
-MAXIMA = ("w", "|p-q|", "lag")
+MAXIMA: tuple[str, ...] = ("w", "|p-q|", "lag")
 ACCEPTANCE = ("answers", "accepted answers", "tokens", "accepted tokens")
 
 

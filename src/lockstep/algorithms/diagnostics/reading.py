@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import compress
 
-import torch
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from lockstep.algorithms.diagnostics.clipping import CLIPPING
@@ -14,29 +16,26 @@ from lockstep.algorithms.diagnostics.tally import Tally
 
 _NO_VARIANCE = 1e-9  # of probabilities: rounding, so there is no correlation to speak of
 
-Rows = Mapping[str, Tensor]  # [1 + cells] each: all tokens, then those of each cell
+Array = NDArray[np.float64]
+Rows = Mapping[str, Array]  # an entry per part that has tokens
 
 
 def metrics(tally: Tally) -> dict[str, float]:
-    """The tally under the names users see. A cell without tokens has no names, and neither has an empty tally."""
+    """The tally under the names users see. A part without tokens has no names, and neither has an empty tally."""
     tally = tally.on_host()
     if "mismatch" not in tally.sums or not tally.sums["mismatch"][SUMS.index("n")].any():
         return {}
-    s, m = _rows(SUMS, tally.sums["mismatch"], _whole), _rows(MAXIMA, tally.maxima["mismatch"], lambda t: t.amax(1))
-    found, constant = s["n"] > 0, torch.minimum(_variance(s, "p"), _variance(s, "q")) <= _NO_VARIANCE
-    named = _named(_parts("mismatch"), _figures(s, m), found)
-    named |= _named(_parts("mismatch"), {"pearson": _correlation(s)}, found & ~constant)
+    sums, maxima = _with_whole(tally.sums["mismatch"]), _with_whole(tally.maxima["mismatch"], np.max)
+    there = sums[SUMS.index("n")] > 0
+    parts, s = _parts("mismatch", there), dict(zip(SUMS, sums[:, there], strict=True))
+    m = dict(zip(MAXIMA, maxima[:, there], strict=True))
+    named = _named(parts, _figures(s, m)) | _correlations(parts, s)
     named |= {"rollout/lag_mean": float(s["lag"][0] / s["n"][0]), "rollout/lag_max": float(m["lag"][0])}
-    return (
-        named
-        | _accepted(tally.sums)
-        | _mean(tally.sums, "entropy")
-        | _mean(tally.sums, "kl_ref")
-        | _clipped(tally.sums)
-    )
+    means = _mean(tally.sums, "entropy") | _mean(tally.sums, "kl_ref")
+    return named | _accepted(tally.sums) | means | _clipped(tally.sums)
 
 
-def _figures(s: Rows, m: Rows) -> dict[str, Tensor]:
+def _figures(s: Rows, m: Rows) -> dict[str, Array]:
     n = s["n"]
     return {
         "tokens": n,
@@ -52,60 +51,62 @@ def _figures(s: Rows, m: Rows) -> dict[str, Tensor]:
     } | {f"f{tau}": s[f"f{tau}"] / n for tau in TAUS}
 
 
-def _correlation(s: Rows) -> Tensor:
-    """Cov(p, q) / √(Var p · Var q)"""
-    covariance = s["pq"] / s["n"] - s["p"] * s["q"] / s["n"] ** 2
-    return covariance / (_variance(s, "p") * _variance(s, "q")).sqrt()
+def _correlations(parts: Sequence[str], s: Rows) -> dict[str, float]:
+    """Cov(p, q) / √(Var p · Var q), where both vary."""
+    n = s["n"]
+    var_p, var_q = (s[f"{x}²"] / n - (s[x] / n) ** 2 for x in "pq")
+    covariance = s["pq"] / n - s["p"] * s["q"] / n**2
+    vary = ~(np.minimum(var_p, var_q) <= _NO_VARIANCE)
+    pearson = covariance[vary] / np.sqrt(var_p[vary] * var_q[vary])
+    return _named(list(compress(parts, vary)), {"pearson": pearson})
 
 
-def _variance(s: Rows, x: str) -> Tensor:
-    return s[f"{x}²"] / s["n"] - (s[x] / s["n"]) ** 2
-
-
-def _accepted(sums: Rows) -> dict[str, float]:
-    """By the length of answers. These are cells of answers, not of tokens, and have figures of their own."""
-    s = dict(zip(ACCEPTANCE, sums["acceptance"], strict=True))
+def _accepted(sums: Mapping[str, Tensor]) -> dict[str, float]:
+    """By the length of answers. These are parts of the answers, not of the tokens, and have figures of their own."""
+    table = sums["acceptance"].numpy()
+    there = table[0] > 0
+    s = dict(zip(ACCEPTANCE, table[:, there], strict=True))
     shares = {
         "answers": s["answers"],
         "accepted_answers": s["accepted answers"] / s["answers"],
         "accepted_tokens": s["accepted tokens"] / s["tokens"],
     }
-    return _named([f"mismatch/{cell}" for cell in LENGTH.cells], shares, s["answers"] > 0)
+    return _named([f"mismatch/{cell}" for cell in compress(LENGTH.cells, there)], shares)
 
 
-def _mean(sums: Rows, name: str) -> dict[str, float]:
+def _mean(sums: Mapping[str, Tensor], name: str) -> dict[str, float]:
     if name not in sums:
         return {}
     count, total = sums[name].tolist()
     return {f"policy/{name}": total / count}
 
 
-def _clipped(sums: Rows) -> dict[str, float]:
+def _clipped(sums: Mapping[str, Tensor]) -> dict[str, float]:
     """As shares of the tokens that could have been clipped; nothing before the first update of a step."""
     if "clipping" not in sums:
         return {}
-    s = _rows(CLIPPING, sums["clipping"], _whole)
-    known = s["live"] > 0
-    known[0] = True  # no token could be clipped, so none was
-    return _named(_parts("policy"), {side: s[side] / s["live"].clamp(min=1) for side in CLIPPING[1:]}, known)
+    table = _with_whole(sums["clipping"])
+    there = table[0] > 0
+    there[0] = True  # no token could be clipped, so none was
+    live, *sides = table[:, there]
+    shares = {side: clipped / np.maximum(live, 1) for side, clipped in zip(CLIPPING[1:], sides, strict=True)}
+    return _named(_parts("policy", there), shares)
 
 
-def _rows(names: Sequence[str], table: Tensor, whole: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-    """A table's rows by name, with the figure of all tokens before those of the cells."""
-    return dict(zip(names, torch.cat([whole(table)[:, None], table], 1), strict=True))
+def _with_whole(table: Tensor, over: Callable[..., Array] = np.sum) -> Array:
+    """A column for all tokens before those of the cells. Each split has every token once; by lag is as good as any."""
+    cells = table.numpy()
+    return np.concatenate([over(cells[:, : len(LAG.cells)], axis=1, keepdims=True), cells], axis=1)
 
 
-def _whole(table: Tensor) -> Tensor:
-    """Each split has every token once; by lag is as good as any."""
-    return table[:, : len(LAG.cells)].sum(1)
+def _parts(group: str, there: NDArray[np.bool_]) -> list[str]:
+    return list(compress([group, *(f"{group}/{cell}" for cell in CELLS)], there))
 
 
-def _parts(group: str) -> list[str]:
-    return [group, *(f"{group}/{cell}" for cell in CELLS)]
-
-
-def _named(parts: Sequence[str], figures: Rows, known: Tensor) -> dict[str, float]:
-    """Column i of a figure under the name of part i, where it is known."""
-    there = known.nonzero().flatten().tolist()
-    columns = {figure: values.tolist() for figure, values in figures.items()}
-    return {f"{parts[i]}/{figure}": values[i] for i in there for figure, values in columns.items()}
+def _named(parts: Sequence[str], figures: Rows) -> dict[str, float]:
+    """Entry i of a figure under the name of part i."""
+    return {
+        f"{part}/{figure}": value
+        for figure, values in figures.items()
+        for part, value in zip(parts, values.tolist(), strict=True)
+    }
