@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
+import torch
 from torch import Tensor
 
 from lockstep.types import Batch
@@ -87,6 +88,11 @@ class Episodes:
     def all_equal(self) -> bool:
         """No answer is better than another: an advantage is then exactly 0, which R − mean need not be when rounded."""
         return bool(self.rewards.min() == self.rewards.max())
+
+    def normalised(self, eps: float) -> Tensor:
+        """(R − mean) / (std + eps) [G], unbiased std; exactly 0 if all are equal, as one alone is."""
+        R = self.rewards
+        return torch.zeros_like(R) if self.all_equal else (R - R.mean()) / (R.std(correction=1) + eps)
 
     def per_token(self, A: Tensor) -> Tensor:
         """A [G], one for each answer, on its tokens [M]."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from pydantic import NonNegativeFloat
 from torch import Tensor
 
@@ -22,7 +21,4 @@ class GRPO:
     """Added to the std."""
 
     def __call__(self, episodes: Episodes) -> Tensor:
-        R = episodes.rewards
-        if episodes.all_equal:
-            return torch.zeros(len(episodes.seq))
-        return episodes.per_token((R - R.mean()) / (R.std(correction=1) + self.eps))
+        return episodes.per_token(episodes.normalised(self.eps))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from pydantic import NonNegativeFloat
 from torch import Tensor
 
@@ -22,8 +21,4 @@ class PositiveGRPO:
     """Added to the std."""
 
     def __call__(self, episodes: Episodes) -> Tensor:
-        R = episodes.rewards
-        if episodes.all_equal:
-            return torch.zeros(len(episodes.seq))
-        A = (R - R.mean()) / (R.std(correction=1) + self.eps)
-        return episodes.per_token(A.clamp(min=0))
+        return episodes.per_token(episodes.normalised(self.eps).clamp(min=0))

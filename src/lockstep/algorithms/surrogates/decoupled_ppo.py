@@ -16,7 +16,7 @@ from lockstep.types import Batch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoupledPPO:
-    """−w·min(r·A, clip(r, 1−ε, 1+ε)·A);  r = exp(ℓ − ℓp), w = exp(ℓp − ℓb): vanilla-IS, ℓb of any older version."""
+    """−w·min(r·A, clip(r, 1−ε, 1+ε)·A);  r = exp(ℓ − ℓp), w = exp(ℓp − ℓb) without a cap, ℓb of any older version."""
 
     companions: ClassVar[Companions] = Companions(
         advantage="gae", reduction="token_mean", correction="none", holds_weight=True

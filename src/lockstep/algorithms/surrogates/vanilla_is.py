@@ -3,27 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
-from pydantic import PositiveFloat
-from torch import Tensor
-
-from lockstep.algorithms.clipping import clipped
-from lockstep.algorithms.pieces import Companions
-from lockstep.algorithms.ratios import mismatch, prox_ratio
-from lockstep.types import Batch
+from lockstep.algorithms.surrogates.decoupled_ppo import DecoupledPPO
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class VanillaIs:
-    """−w·min(r·A, clip(r, 1−ε, 1+ε)·A);  r = exp(ℓ − ℓp), w = exp(ℓp − ℓb) without a cap."""
+class VanillaIs(DecoupledPPO):
+    """−w·min(r·A, clip(r, 1−ε, 1+ε)·A);  r = exp(ℓ − ℓp), w = exp(ℓp − ℓb) without a cap.
 
-    companions: ClassVar[Companions] = Companions(
-        advantage="gae", reduction="token_mean", correction="none", holds_weight=True
-    )
-    eps: PositiveFloat = 0.2
-    """ε: how far r may move from 1 before the gradient stops."""
-
-    def __call__(self, logp: Tensor, batch: Batch) -> Tensor:
-        r, A, w = prox_ratio(logp, batch), batch.advantage, mismatch(batch)
-        return -w * clipped(r, A, self.eps, self.eps)
+    The same loss as `decoupled_ppo`, by another name for another cause of w ≠ 1: there the sampler is an older policy,
+    here it computes the same one in fewer bits, and w has the heavier tail.
+    """
