@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from fnmatch import fnmatch
+from functools import cache
+
+
+def _in_names(numbers: Iterable[float]) -> tuple[str, ...]:
+    return tuple(f"{number:g}" for number in numbers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,6 +20,8 @@ class Metric:
     unhealthy: str = ""  # what it means when it does not
     parted: bool = False  # also logged of a part of the tokens: `mismatch/k3` as `mismatch/lag0/k3`
     part: str = ""  # the part it is about; empty: all tokens
+    members: tuple[str, ...] = ()  # what may stand for the *
+    open: str = ""  # or, where only a run knows its members, the expression they match
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,14 +31,24 @@ class Part:
     name: str
     meaning: str
     bounds: tuple[float, ...] = ()  # what may stand for the *, if it is a number
+    words: tuple[str, ...] = ()  # the same, if it is not
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        return tuple(self.name.replace("*", member) for member in self.words or _in_names(self.bounds))
 
 
+TAUS = (1.1, 1.25, 1.5, 2, 3, 5, 10, 100)  # factors that F is taken at
 LENGTHS = (0, *(2**k for k in range(4, 15)))  # in tokens
 
 PARTS = (
     Part("lag*", "drawn by weights this many versions old; `lag8` is 8 and older", tuple(range(9))),
     Part("pos*", "with this many sampled tokens or more before them in their answer; 0, 16, 32, … 16384", LENGTHS),
-    Part("adv_*", "with a negative, zero or positive advantage: `adv_neg`, `adv_zero`, `adv_pos`"),
+    Part(
+        "adv_*",
+        "with a negative, zero or positive advantage: `adv_neg`, `adv_zero`, `adv_pos`",
+        words=("neg", "zero", "pos"),
+    ),
     Part(
         "prob*",
         "to which the learner gives this probability or more (exp l_prox); 0, 0.01, 0.1, 0.5, 0.9",
@@ -52,7 +70,7 @@ METRICS = (
     Metric("control/accuracy", "the same eval after supervised learning alone for the same time"),
     Metric("reward/mean", "mean reward of the judged answers of a step", "rises"),
     Metric("reward/std", "spread of rewards over the step"),
-    Metric("reward/part/*", "mean of one named part of the reward"),
+    Metric("reward/part/*", "mean of one named part of the reward", open=".+"),
     Metric("reward/failed", "answers whose reward raised, timed out or was NaN; none of them trains", "0"),
     Metric("rollout/length", "mean sampled tokens per answer"),
     Metric("rollout/truncated", "share of answers cut off by the token limit", "near 0; never rises above 0.5"),
@@ -130,6 +148,7 @@ METRICS = (
         "f2 near 0",
         "a flat curve far out (f10, f100): single tokens that one side finds impossible, as wrong experts or codes do",
         parted=True,
+        members=_in_names(TAUS),
     ),
     Metric(
         "mismatch/chi2",
@@ -188,13 +207,19 @@ METRICS = (
         parted=True,
     ),
     Metric("mismatch/refused", "sequences refused for a NaN or -inf log-prob of the sampler", "0"),
-    Metric("mismatch/len*/answers", "answers of this many tokens or more; 0, 16, 32, … 16384", part="len*"),
+    Metric(
+        "mismatch/len*/answers",
+        "answers of this many tokens or more; 0, 16, 32, … 16384",
+        part="len*",
+        members=_in_names(LENGTHS),
+    ),
     Metric(
         "mismatch/len*/accepted_answers",
         "share of these answers of which the correction left at least one token",
         "near 1 and alike at all lengths",
         "falling with length: long answers are filtered out, and the model learns to be brief",
         part="len*",
+        members=_in_names(LENGTHS),
     ),
     Metric(
         "mismatch/len*/accepted_tokens",
@@ -202,6 +227,7 @@ METRICS = (
         "near 1 and alike at all lengths",
         "as above",
         part="len*",
+        members=_in_names(LENGTHS),
     ),
     Metric("quant/bits", "bits of a weight's code in the sampler; absent where it computes in the learner's precision"),
     Metric(
@@ -210,7 +236,7 @@ METRICS = (
         "above 0",
         "near 0 while the loss still has a gradient: updates are too small for the codes to see them",
     ),
-    Metric("quant/changed/*", "the same for one decoder layer"),
+    Metric("quant/changed/layer*", "the same for one decoder layer", open=r"\d+"),
     Metric("perf/rollout_tokens_per_s", "sampled tokens per second the engine was busy"),
     Metric("perf/train_tokens_per_s", "tokens learned from per second the learner was busy"),
     Metric("perf/samples_per_s", "answers sampled for a step, replaced ones too, per second of wall time"),
@@ -219,21 +245,38 @@ METRICS = (
     Metric("perf/memory_gib", "peak memory of the process (CPU) or device"),
     Metric(
         "time/*",
-        "seconds of a step: total, rollout (engine busy), learn, wait (neither), sync; eval, save",
+        "seconds of a step: total, rollout (engine busy), learn, wait (neither), sync, audit; eval, save",
+        members=("total", "rollout", "learn", "wait", "sync", "audit", "eval", "save"),
     ),
-    Metric("warmup/*", "loss and learning rate of the supervised warm-up"),
+    Metric("warmup/*", "loss and learning rate of the supervised warm-up", members=("loss", "learning_rate")),
 )
 
 
 def describe(name: str) -> Metric | None:
-    """The documented metric a logged name belongs to; None means the name is not one of ours."""
-    group, _, rest = name.partition("/")
-    prefix, _, figure = rest.partition("/")
-    part = next((part for part in PARTS if figure and fnmatch(prefix, part.name)), None)
-    if part is None:
-        return next((m for m in METRICS if fnmatch(name, m.name)), None)
-    whole = describe(f"{group}/{figure}")
-    if whole is None or not whole.parted:
-        return None
-    meaning = f"{whole.meaning}; of tokens {part.meaning}"
-    return replace(whole, name=f"{group}/{part.name}/{figure}", meaning=meaning, parted=False, part=part.name)
+    """The documented metric a logged name, or that of a family, belongs to; None means it is not one of ours."""
+    if (found := known().get(name)) is not None:
+        return found
+    return next((m for m in METRICS if m.open and re.fullmatch(re.escape(m.name).replace(r"\*", m.open), name)), None)
+
+
+@cache
+def known() -> dict[str, Metric]:
+    """Every name a run may log but those that only it knows: parts of its reward, layers of its model."""
+    whole = {name: metric for metric in METRICS for name in (metric.name, *_members(metric))}
+    parted = [(name, metric) for name, metric in whole.items() if metric.parted]
+    cells = [(cell, part) for part in PARTS for cell in (part.name, *part.cells)]
+    return whole | {_within(name, cell): _of(part, name, metric) for name, metric in parted for cell, part in cells}
+
+
+def _members(metric: Metric) -> list[str]:
+    return [metric.name.replace("*", member) for member in metric.members]
+
+
+def _within(name: str, cell: str) -> str:
+    group, _, figure = name.partition("/")
+    return f"{group}/{cell}/{figure}"
+
+
+def _of(part: Part, name: str, metric: Metric) -> Metric:
+    meaning = f"{metric.meaning}; of tokens {part.meaning}"
+    return replace(metric, name=_within(name, part.name), meaning=meaning, parted=False, part=part.name)

@@ -30,7 +30,7 @@ from typing import Any, Protocol, TypeVar
 
 from lockstep.config import ConfigError
 from lockstep.config.plugins import unknown
-from lockstep.metrics import METRICS, describe
+from lockstep.metrics import describe, known
 
 ACTIONS = {
     "warn": "tell, and do nothing else",
@@ -344,7 +344,7 @@ def _among(needed: int, parts: Sequence[Condition]) -> Condition:
 
 def unknown_metric(name: str) -> str:
     """The nearest documented name; where none is near, the families there are."""
-    names = [metric.name for metric in METRICS]
-    families = sorted({f"{known.split('/')[0]}/…" for known in names})
+    names = [known_name for known_name in known() if "*" not in known_name]
+    families = sorted({f"{known_name.split('/')[0]}/…" for known_name in names})
     near = difflib.get_close_matches(name, names, n=1)
     return f"unknown metric {name!r}: " + (f"did you mean {near[0]!r}?" if near else f"known: {', '.join(families)}")

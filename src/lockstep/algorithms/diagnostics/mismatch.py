@@ -23,23 +23,25 @@ ACCEPTANCE = ("answers", "accepted answers", "tokens", "accepted tokens")
 
 
 @torch.no_grad()
-def tally_mismatch(tally: Tally, batch: Batch, places: Tensor, weight: Tensor, cap: float) -> None:
-    """Once per token of a step, from the proximal log-probs in `batch` and the correction's `weight` [N].
+def tally_mismatch(tally: Tally, batch: Batch, places: Tensor, weight: Tensor, bounds: tuple[float, float]) -> None:
+    """Once per token of a step, from the proximal log-probs in `batch` and the correction's `weight` [N] and `bounds`.
 
     `places` [M] are those of the sampled tokens: to find them here would wait for the device.
     """
-    terms, cells = _terms(batch, places, weight[places], cap), token_cells(batch, places)
+    terms, cells = _terms(batch, places, weight[places], bounds), token_cells(batch, places)
     tally.add("mismatch", sum_by_cell(torch.stack([terms[row] for row in SUMS]), cells, len(CELLS)))
     tally.raise_to("mismatch", max_by_cell(torch.stack([terms[row] for row in MAXIMA]), cells, len(CELLS)))
     tally.add("acceptance", _acceptance(batch, weight))
 
 
-def _terms(batch: Batch, places: Tensor, weight: Tensor, cap: float) -> dict[str, Tensor]:
+def _terms(batch: Batch, places: Tensor, weight: Tensor, bounds: tuple[float, float]) -> dict[str, Tensor]:
     """[M] each."""
     lp, lb, lag = (x[places].double() for x in (batch.logp_prox, batch.logp_behav, batch.lag))
     d, p, q = lp - lb, lp.exp(), lb.exp()
     excess = d.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).expm1()  # w − 1, exact where w is near 1
     w = excess + 1
+    rejected, (low, high) = weight == 0, bounds
+    truncated = ~rejected & ((weight <= low) | (weight >= high))
     beyond = (d.abs() > constant(_LOG_TAUS, d.device)[:, None]).double()
     return {
         "n": torch.ones_like(d),
@@ -54,8 +56,8 @@ def _terms(batch: Batch, places: Tensor, weight: Tensor, cap: float) -> dict[str
         "p²": p * p,
         "q²": q * q,
         "pq": p * q,
-        "truncated": (weight >= cap).double(),
-        "rejected": (weight == 0).double(),
+        "truncated": truncated.double(),
+        "rejected": rejected.double(),
         "lag": lag,
     } | {f"f{tau}": row for tau, row in zip(TAUS, beyond, strict=True)}
 
