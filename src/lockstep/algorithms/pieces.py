@@ -5,13 +5,18 @@ Symbols: ℓ `logp` carries the gradient, ℓp `logp_prox` and ℓb `logp_behav`
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
+from lockstep.algorithms.ratios import prox_ratio
 from lockstep.types import Batch
+
+Ratio: TypeAlias = Callable[[Tensor, Batch], Tensor]
+"""Of ℓ [N] and the batch: how far the policy has moved, 1 where it has not; see `ratios`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +34,7 @@ class Companions:
     shares: str | None = None  # an option that its correction, and no other, must set to the same value
     prox_now: bool = False  # ℓp := sg(ℓ) at every update, instead of what was frozen before the step's first
     one_update: bool = False  # per step
+    ratio: Ratio = prox_ratio  # what it clips: clipped tokens are counted by the side of 1 it is on
 
 
 class Surrogate(Protocol):
@@ -45,8 +51,8 @@ class Correction(Protocol):
     """What multiplies a token's loss because the sampler was not the learner: detached, exactly 0 if rejected."""
 
     @property
-    def cap(self) -> float:
-        """The weight from which on a token counts as truncated; inf if nothing is."""
+    def bounds(self) -> tuple[float, float]:
+        """What it cuts smaller and larger weights to: a token at a bound counts as truncated; (0, inf) if none is."""
         ...
 
     def __call__(self, batch: Batch) -> Tensor:

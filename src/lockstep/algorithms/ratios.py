@@ -22,6 +22,11 @@ def seq_ratio(logp: Tensor, batch: Batch) -> Tensor:
     return bounded_exp(seq_mean(logp - batch.logp_prox, batch).detach() + (logp - logp.detach()))
 
 
+def behav_ratio(logp: Tensor, batch: Batch) -> Tensor:
+    """r' = exp(ℓ − ℓb) [N]."""
+    return bounded_exp(logp - batch.logp_behav)
+
+
 def mismatch(batch: Batch) -> Tensor:
     """w = exp(ℓp − ℓb) [N]."""
     return bounded_exp(batch.logp_prox - batch.logp_behav)

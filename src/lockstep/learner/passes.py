@@ -49,8 +49,8 @@ class Pass(Protocol):
 
 class Streamed:
     def __init__(self, updater: Updater, objective: Objective, advantage: Advantage) -> None:
-        if advantage.scope == "batch" or advantage.needs_values:
-            raise ValueError("an advantage that needs the whole batch, or values, cannot be streamed group by group")
+        assert advantage.scope == "group", "its gradient would be taken before the groups its mean is over are in"
+        assert not advantage.needs_values, "there are no values before the forward that the gradient is taken of"
         self.tally = Tally()
         self._updater, self._objective, self._advantage = updater, objective, advantage
         self._packer = Packer(updater.round_tokens)
@@ -68,7 +68,7 @@ class Streamed:
     def _learn(self, rows: Sequence[Row]) -> None:
         for micro in self._updater.shares(rows):
             batch, scores, part = self._updater.backward(micro, self._objective, self.tally)
-            tally_mismatch(self.tally, batch, scores.places, part.weight, self._objective.correction.cap)
+            tally_mismatch(self.tally, batch, scores.places, part.weight, self._objective.correction.bounds)
             tally_entropy(self.tally, batch, scores.entropy)
             tally_kl(self.tally, batch)
 
@@ -129,8 +129,8 @@ class Replayed:
         for micro in self.updater.shares(self._rows):
             batch = collate(micro)
             places, batch = batch.mask.nonzero().squeeze(1), batch.to(self.updater.ranks.device)
-            weight, cap = self.objective.correction(batch), self.objective.correction.cap
-            tally_mismatch(self.tally, batch, places.to(weight.device), weight, cap)
+            weight, bounds = self.objective.correction(batch), self.objective.correction.bounds
+            tally_mismatch(self.tally, batch, places.to(weight.device), weight, bounds)
 
     def _scored_groups(self) -> list[Judged]:
         frozen = self.updater.ranks.merge(self._frozen)

@@ -11,7 +11,6 @@ from transformers import PreTrainedModel
 
 from lockstep.algorithms.diagnostics import Tally, tally_clipping
 from lockstep.algorithms.objective import Objective, Part
-from lockstep.algorithms.segments import bounded_exp
 from lockstep.data.packing import Row, collate
 from lockstep.learner.config import LearnerConfig
 from lockstep.learner.optimisers import build_optimiser, set_learning_rate
@@ -109,7 +108,7 @@ class Updater:
         self._sums += torch.stack([part.loss, part.value_loss, part.count]).detach()
         if tally is not None:
             live = batch.mask & (part.weight != 0) & (batch.advantage != 0)
-            ratio = bounded_exp(leaves[0].detach() - batch.logp_prox)
+            ratio = objective.surrogate.companions.ratio(leaves[0].detach(), batch)
             pushed = gradients[0] if objective.kl is None else torch.autograd.grad(part.surrogate, leaves[0])[0]
             tally_clipping(tally, batch, scores.places, ratio, pushed, live)
         return batch, scores, part

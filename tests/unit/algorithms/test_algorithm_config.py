@@ -87,7 +87,7 @@ def test_a_list_multiplies_and_is_written_back_as_a_list() -> None:
     chosen = algorithm("grpo", [{"name": "tis", "cap": 4}, "veto"])
     correction = chosen.build_objective().correction
     assert correction == Product((TIS(cap=4), Veto()))
-    assert correction.cap == 4
+    assert correction.bounds == (0, 4)
     assert chosen.model_dump(mode="json")["correction"] == [{"name": "tis", "cap": 4}, "veto"]
     assert AlgorithmConfig.model_validate(chosen.model_dump()) == chosen
 
@@ -118,5 +118,5 @@ def test_on_policy_grpo_makes_one_update() -> None:
 
 
 def test_a_rejecting_correction_truncates_nothing() -> None:
-    assert algorithm("grpo", ["geo_rs", "veto"]).build_objective().correction.cap == math.inf
-    assert algorithm("grpo", "is").build_objective().correction.cap == math.inf
+    assert algorithm("grpo", ["geo_rs", "veto"]).build_objective().correction.bounds == (0, math.inf)
+    assert algorithm("grpo", "is").build_objective().correction.bounds == (0, math.inf)

@@ -12,6 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from lockstep.algorithms.corrections._product import Product
+from lockstep.algorithms.corrections.geo_tis_band import GeoTisBand
+from lockstep.algorithms.corrections.tis import TIS
+from lockstep.algorithms.corrections.veto import Veto
 from lockstep.algorithms.diagnostics import (
     TAUS,
     Tally,
@@ -33,6 +37,8 @@ FIGURES = {"tokens", "k1", "k3", "chi2", "ess", "w_max", "dp_mean", "dp_max", "t
 }
 
 Weights = Callable[[Batch], Tensor]
+Bounds = tuple[float, float]
+NO_BOUNDS = (0.0, math.inf)
 
 
 def make_row(behav: Sequence[float], prox: Sequence[float], advantage: float = 1.0, lag: int = 0) -> Row:
@@ -64,16 +70,16 @@ def truncated(batch: Batch) -> Tensor:
     return ratio(batch).clamp(max=2.0)
 
 
-def tallied(micro_batches: Sequence[Sequence[Row]], weights: Weights = truncated, cap: float = 2.0) -> Tally:
+def tallied(micro_batches: Sequence[Sequence[Row]], weights: Weights = truncated, bounds: Bounds = (0, 2)) -> Tally:
     tally = Tally()
     for batch in map(collate, micro_batches):
-        tally_mismatch(tally, batch, batch.mask.nonzero().squeeze(1), weights(batch), cap)
+        tally_mismatch(tally, batch, batch.mask.nonzero().squeeze(1), weights(batch), bounds)
         tally_entropy(tally, batch, torch.full_like(batch.logp_prox, 0.5))
     return tally
 
 
-def measure(*micro_batches: Sequence[Row], weights: Weights = truncated, cap: float = 2.0) -> dict[str, float]:
-    return metrics(tallied(micro_batches, weights, cap))
+def measure(*micro_batches: Sequence[Row], weights: Weights = truncated, bounds: Bounds = (0, 2)) -> dict[str, float]:
+    return metrics(tallied(micro_batches, weights, bounds))
 
 
 def expected_figures(behav: Sequence[float], prox: Sequence[float]) -> dict[str, float]:
@@ -300,7 +306,7 @@ def test_acceptance_by_length() -> None:
         lost = (batch.seq == 2) | ((batch.seq == 3) & (batch.positions < 6))
         return torch.where(lost, 0.0, 1.0)
 
-    found = measure([*rows, blank(rows[0])], weights=weights, cap=math.inf)
+    found = measure([*rows, blank(rows[0])], weights=weights, bounds=NO_BOUNDS)
     assert part(found, "len0") == {"answers": 2, "accepted_answers": 1, "accepted_tokens": 1}
     assert part(found, "len16") == {"answers": 2, "accepted_answers": 0.5, "accepted_tokens": 0.4}
     assert not part(found, "len32")
@@ -308,11 +314,22 @@ def test_acceptance_by_length() -> None:
     assert len(LENGTH.cells) == 12
 
 
+def test_a_weight_at_either_bound_is_truncated_and_a_rejected_one_is_not() -> None:
+    """Mean log-ratios of −1, 0 and 1 against a band of [1/c, c]; the last answer is vetoed."""
+    rows = [make_row([-3.0] * 2, [-3.0 + shift] * 2) for shift in (-1.0, 0.0, 1.0)]
+    rows += [make_row([-3.0] * 2, [-3.0 - 12.0] * 2)]
+    correction = Product((GeoTisBand(cap=1.7), Veto()))
+    found = measure(rows, weights=correction, bounds=correction.bounds)
+    assert (found["mismatch/truncated"], found["mismatch/rejected"]) == (0.5, 0.25)
+    capped = measure(rows, weights=TIS(), bounds=TIS().bounds)
+    assert (capped["mismatch/truncated"], capped["mismatch/rejected"]) == (0.25, 0)
+
+
 def test_a_token_with_an_advantage_but_no_gradient_was_clipped() -> None:
     batch = collate(make_rows())
     places = batch.mask.nonzero().squeeze(1)
     tally = Tally()
-    tally_mismatch(tally, batch, places, torch.ones(15), math.inf)
+    tally_mismatch(tally, batch, places, torch.ones(15), NO_BOUNDS)
     assert "policy/clip_low" not in metrics(tally), "no update has been made"
     ratios = torch.tensor([1.0, 1.0, 0.5, 1.5, 1.0, 1.0, 1.0, 0.5, 1.5, 1.0, 1.0, 0.5, 0.5, 1.0, 1.5])
     gradient = torch.tensor([0.0, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0, 1.0, 1.0, 0.0, 0.0, 0.0, 1.0, 1.0, 0.0])

@@ -65,6 +65,18 @@ def test_every_surrogate_is_finite_per_token_and_names_companions_that_exist(nam
     assert surrogate.companions.correction in choices(CORRECTIONS)
 
 
+@pytest.mark.parametrize("name", choices(SURROGATES))
+def test_a_good_answers_token_is_clipped_only_where_the_surrogates_own_ratio_is_above_one(name: str) -> None:
+    """Tokens whose own ratios lie on both sides of 1, in answers whose mean and behaviour ratios lie elsewhere."""
+    surrogate = load_class(SURROGATES, name)()
+    batch = make_batch(SHAPES)
+    batch = replace(batch, advantage=batch.advantage.abs(), logp_behav=batch.logp_prox - 0.5 * batch.seq)
+    logp = new_logp(batch).requires_grad_()
+    (gradient,) = torch.autograd.grad(surrogate(logp, batch).sum(), logp)
+    clipped = batch.mask & (batch.advantage > 0) & (gradient == 0)
+    assert (surrogate.companions.ratio(logp.detach(), batch)[clipped] > 1).all()
+
+
 @pytest.mark.parametrize("name", choices(CORRECTIONS))
 def test_every_correction_is_one_where_the_policies_agree_and_finite_where_they_do_not(name: str) -> None:
     correction = load_class(CORRECTIONS, name)()
@@ -74,7 +86,8 @@ def test_every_correction_is_one_where_the_policies_agree_and_finite_where_they_
     weight = correction(extreme(batch))
     assert weight.isfinite().all()
     assert (weight >= 0).all()
-    assert (weight <= correction.cap).all()
+    low, high = correction.bounds
+    assert ((weight == 0) | ((weight >= low) & (weight <= high))).all()
 
 
 def test_sequence_means_broadcast_back_and_ignore_prompts() -> None:

@@ -11,7 +11,6 @@ from making import make_core, make_groups, run_step
 from lockstep.algorithms.config import ADVANTAGES, SURROGATES
 from lockstep.config import choices
 from lockstep.config.plugins import load_class
-from lockstep.learner.passes import Streamed
 
 
 @pytest.mark.parametrize("surrogate", choices(SURROGATES))
@@ -39,8 +38,14 @@ def test_a_step_in_which_all_is_rejected_moves_nothing() -> None:
 @pytest.mark.parametrize("advantage", choices(ADVANTAGES))
 def test_only_advantages_of_one_group_are_streamed(advantage: str) -> None:
     core = make_core({"surrogate": "dapo", "advantage": advantage})
-    of_one_group = advantage not in ("gae", "reinforce_pp")
-    assert core.streams == of_one_group
-    if not of_one_group:
-        with pytest.raises(ValueError, match="cannot be streamed"):
-            Streamed(core.updater, core.objective, core.advantage)
+    assert core.streams == (advantage not in ("gae", "reinforce_pp"))
+
+
+@pytest.mark.parametrize(("surrogate", "mini_steps"), [("ppo_is", 1), ("gspo", 2)])
+def test_clipped_tokens_are_counted_on_the_side_of_the_ratio_that_was_clipped(surrogate: str, mini_steps: int) -> None:
+    """A clip stops bad answers below 1 and good ones above it, though of PPO-IS r is 1 in a step's first update, and
+    of GSPO the tokens of an answer lie on both sides."""
+    core = make_core({"surrogate": surrogate, "advantage": "grpo"}, {"mini_steps": mini_steps, "epochs": mini_steps})
+    metrics = run_step(core, make_groups())
+    assert metrics["policy/adv_neg/clip_low"] > 0
+    assert (metrics["policy/adv_neg/clip_high"], metrics["policy/adv_pos/clip_low"]) == (0, 0)

@@ -18,8 +18,10 @@ class Product:
     parts: tuple[Correction, ...]
 
     @property
-    def cap(self) -> float:
-        return min(part.cap for part in self.parts)
+    def bounds(self) -> tuple[float, float]:
+        """Those of the one that weighs."""
+        lows, highs = zip(*(part.bounds for part in self.parts), strict=True)
+        return max(lows), min(highs)
 
     def __call__(self, batch: Batch) -> Tensor:
         first, *rest = (part(batch) for part in self.parts)

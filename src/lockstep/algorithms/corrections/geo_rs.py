@@ -22,8 +22,8 @@ class GeoRS:
     """δ: how far a sequence's mean ratio may be from 1."""
 
     @property
-    def cap(self) -> float:
-        return math.inf
+    def bounds(self) -> tuple[float, float]:
+        return 0.0, math.inf
 
     def __call__(self, batch: Batch) -> Tensor:
         w = bounded_exp(seq_mean(batch.logp_prox - batch.logp_behav, batch))

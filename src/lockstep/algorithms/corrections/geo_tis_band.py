@@ -20,6 +20,10 @@ class GeoTisBand:
     cap: Annotated[float, Field(ge=1)] = 2.0
     """c: the largest weight; the smallest is 1/c."""
 
+    @property
+    def bounds(self) -> tuple[float, float]:
+        return 1 / self.cap, self.cap
+
     def __call__(self, batch: Batch) -> Tensor:
         w = bounded_exp(seq_mean(batch.logp_prox - batch.logp_behav, batch))
-        return w.clamp(1 / self.cap, self.cap)  # after exp: the same weight, and exactly c where it is truncated
+        return w.clamp(*self.bounds)  # after exp: the same weight, and exactly at a bound where it is truncated

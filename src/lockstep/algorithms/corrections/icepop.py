@@ -29,8 +29,8 @@ class IcePop:
             raise ValueError(f"low = {self.low:g} is above high = {self.high:g}: every token would be rejected")
 
     @property
-    def cap(self) -> float:
-        return math.inf
+    def bounds(self) -> tuple[float, float]:
+        return 0.0, math.inf
 
     def __call__(self, batch: Batch) -> Tensor:
         w = mismatch(batch)

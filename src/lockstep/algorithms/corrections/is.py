@@ -20,8 +20,8 @@ class IS:
     weighs: ClassVar[bool] = True
 
     @property
-    def cap(self) -> float:
-        return math.inf
+    def bounds(self) -> tuple[float, float]:
+        return 0.0, math.inf
 
     def __call__(self, batch: Batch) -> Tensor:
         return mismatch(batch)

@@ -19,8 +19,8 @@ class NONE:
     weighs: ClassVar[bool] = False
 
     @property
-    def cap(self) -> float:
-        return math.inf
+    def bounds(self) -> tuple[float, float]:
+        return 0.0, math.inf
 
     def __call__(self, batch: Batch) -> Tensor:
         return torch.ones_like(batch.logp_prox)

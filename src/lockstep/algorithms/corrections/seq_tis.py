@@ -20,5 +20,9 @@ class SeqTIS:
     cap: PositiveFloat = 2.0
     """C: the largest weight."""
 
+    @property
+    def bounds(self) -> tuple[float, float]:
+        return 0.0, self.cap
+
     def __call__(self, batch: Batch) -> Tensor:
         return bounded_exp(seq_total(batch.logp_prox - batch.logp_behav, batch)).clamp(max=self.cap)

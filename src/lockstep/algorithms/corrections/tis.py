@@ -20,5 +20,9 @@ class TIS:
     cap: PositiveFloat = 2.0
     """C: the largest weight."""
 
+    @property
+    def bounds(self) -> tuple[float, float]:
+        return 0.0, self.cap
+
     def __call__(self, batch: Batch) -> Tensor:
         return mismatch(batch).clamp(max=self.cap)

@@ -23,8 +23,8 @@ class Veto:
     """The weight below which a token is a veto."""
 
     @property
-    def cap(self) -> float:
-        return math.inf
+    def bounds(self) -> tuple[float, float]:
+        return 0.0, math.inf
 
     def __call__(self, batch: Batch) -> Tensor:
         w = mismatch(batch)

@@ -16,7 +16,8 @@ CLIPPING = ("live", "clip_low", "clip_high")
 def tally_clipping(tally: Tally, batch: Batch, places: Tensor, ratio: Tensor, gradient: Tensor, live: Tensor) -> None:
     """Once per token and update. A token is clipped if it has an advantage and a weight (`live`) but no gradient.
 
-    This holds for whatever surrogate: none has to tell where its bounds are.
+    This holds for whatever surrogate: none has to tell where its bounds are. `ratio` [N] is the one it clips, and says
+    on which side the token has gone too far.
     """
     clipped = live & (gradient == 0)
     x = torch.stack([live, clipped & (ratio < 1), clipped & (ratio >= 1)])[:, places].double()

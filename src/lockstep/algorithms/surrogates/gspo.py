@@ -18,7 +18,7 @@ from lockstep.types import Batch
 class GSPO:
     """−min(s·A, clip(s, 1−ε_low, 1+ε_high)·A);  s = exp(seq(ℓ − ℓp)), one ratio for a whole response."""
 
-    companions: ClassVar[Companions] = Companions(advantage="grpo", reduction="seq_mean")
+    companions: ClassVar[Companions] = Companions(advantage="grpo", reduction="seq_mean", ratio=seq_ratio)
     low: PositiveFloat = 3e-4
     """ε_low: below 1 − ε_low a response with A < 0 has no gradient."""
     high: PositiveFloat = 4e-4

@@ -21,7 +21,9 @@ class TBPO:
     Outside its band a response has no gradient, whichever way A pushes: it is dropped.
     """
 
-    companions: ClassVar[Companions] = Companions(advantage="grpo", reduction="seq_mean", correction="geo_tis_band")
+    companions: ClassVar[Companions] = Companions(
+        advantage="grpo", reduction="seq_mean", correction="geo_tis_band", ratio=seq_ratio
+    )
     high: PositiveFloat = 4e-4
     """ε_h: above 1 + ε_h a response with A ≥ 0 is dropped."""
     neg_low: PositiveFloat = 3e-4
