@@ -47,7 +47,7 @@ def export(checkpoint: str, out: Path, precision: Plugin) -> Exported:
         layers = quantized_layers(loaded.module)
     except ValueError as error:
         raise ConfigError(f"cannot export {checkpoint!r}: {error}") from error
-    save_compressed(out, loaded, format, dict(_encode(Path(checkpoint), loaded, format, layers)))
+    save_compressed(out, loaded, format, dict(encode_masters(Path(checkpoint), loaded, format, layers)))
     has_experts = any(layer.kind == "experts" for layer in layers)
     return Exported(
         num_layers=len(layers),
@@ -57,10 +57,13 @@ def export(checkpoint: str, out: Path, precision: Plugin) -> Exported:
     )
 
 
-def _encode(
+def encode_masters(
     checkpoint: Path, loaded: Loaded, format: Format, layers: Sequence[QuantizedLayer]
 ) -> Iterator[tuple[str, Encoded]]:
-    """Codes of the master weights as the run has them: an update scale is taken out of their scales."""
+    """By name, codes of a checkpoint's master weights, or of its weights where it has none: what its run sampled with.
+
+    An update scale is taken out of their scales, as it is out of the checkpoint.
+    """
     masters, update_scale = read_masters(checkpoint)
     transformed = update_scale["factor"] != 1 and update_scale["by"] == "weights"
     scaled = find_scaling(loaded.module).matrices if transformed else ()

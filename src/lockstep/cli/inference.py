@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from lockstep.assembly.export import encode_masters
 from lockstep.assembly.precision import as_raised
 from lockstep.assembly.recipe import Recipe
 from lockstep.assembly.roles import Sampling, load_model
@@ -35,6 +36,8 @@ def evaluate(checkpoint: str, overrides: Sequence[str], *, recipe: str | None, s
 
     async def run() -> dict[str, float]:
         roles = Sampling(chosen, load_model(chosen, path))
+        if low_bit := roles.low_bit:
+            low_bit.take(encode_masters(Path(path), roles.loaded, low_bit.format, low_bit.layers))
         try:
             evaluator = roles.evaluator(lambda text: console.print(Text(text, style="yellow")))
             assert evaluator is not None

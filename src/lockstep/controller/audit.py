@@ -48,8 +48,10 @@ def differences(engine: Mapping[str, Operator], learner: Mapping[str, Operator],
     """In words. Without `aligned` the learner may compute in another format than the one it publishes."""
     found = []
     for name, ours in learner.items():
-        theirs = engine[name]
-        if theirs.digest != ours.digest:
+        theirs = engine.get(name)
+        if theirs is None:
+            found.append(f"{name}: not in the sampler")
+        elif theirs.digest != ours.digest:
             found.append(f"{name}: the sampler's bytes are not those that were published")
         elif aligned and theirs.format != ours.format:
             found.append(f"{name}: {theirs.format} in the sampler, {ours.format} in the learner")

@@ -176,12 +176,14 @@ class Controller:
             result = await self.roles.learner.step(self.progress.step, self._groups(), self._approve)
             learned = time.monotonic()
             await self.roles.engine.update_weights(result.version)
+            synced = time.monotonic()
             if self.roles.audit is not None:
                 await self.roles.audit.sample(result.version)
             await self.steward.act(self.progress.step + 1)
             self._note_progress(result)
             now = time.monotonic()
-            await self._log(result, {"time/sync": now - learned, "time/total": now - started})
+            times = {"time/sync": synced - learned, "time/audit": now - synced, "time/total": now - started}
+            await self._log(result, times)
             await self._after_step()
             self.gate.advance(result.version)  # last: without staleness nothing else runs during an evaluation
 

@@ -57,10 +57,12 @@ def decoder_layers(module: PreTrainedModel) -> list[nn.Module]:
     return layers
 
 
-def full_weights(module: nn.Module, dtype: torch.dtype, names: Collection[str] | None = None) -> dict[str, Tensor]:
+def full_weights(
+    module: nn.Module, dtype: torch.dtype, names: Collection[str] | None = None, *, without: Collection[str] = ()
+) -> dict[str, Tensor]:
     """Whole tensors by their Hugging Face names, tied weights once, the value head left out. All ranks must call it.
 
-    On one rank these are the module's own tensors, not copies. With `names` only those.
+    On one rank these are the module's own tensors, not copies. With `names` only those; `without` are left out.
     """
     head = find_head(module)
     own = {id(p) for p in head.value.parameters()} if head.value is not None else set()
@@ -70,7 +72,7 @@ def full_weights(module: nn.Module, dtype: torch.dtype, names: Collection[str] |
         if id(tensor) in seen | own:
             continue
         seen.add(id(tensor))
-        if names is not None and name not in names:
+        if name in without or (names is not None and name not in names):
             continue
         weights[name] = whole(tensor.detach(), dtype)
     return weights

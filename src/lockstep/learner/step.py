@@ -101,6 +101,7 @@ class LearnerCore:
         assert self._measured, "finish follows measure: the last groups would be lost"
         with self._working():
             result = _summary(self._pass.finish(skip)) | self._tallied()
+            self.updater.encode()
             if self.updater.low_bit is not None:
                 result |= self.updater.low_bit.metrics()
         return result | {
@@ -152,10 +153,11 @@ class LearnerCore:
 
     def published(self) -> dict[str, Tensor]:
         """What the engine loads: low-bit tensors, as they were made after the last update, in place of matrices."""
-        weights, low_bit = self.weights(), self.updater.low_bit
+        updater, low_bit = self.updater, self.updater.low_bit
         if low_bit is None:
-            return weights
-        return {n: w for n, w in weights.items() if n not in low_bit.encoded} | low_bit.publish()
+            return self.weights()
+        updater.encode()
+        return full_weights(updater.module, updater.dtype, without=low_bit.encoded) | low_bit.publish()
 
     def operators(self, names: Sequence[str] | None = None) -> dict[str, Operator]:
         """What the forward runs each weight in, with the digest of what is published for it."""

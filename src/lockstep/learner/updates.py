@@ -55,7 +55,8 @@ class Updater:
         self.masters = MasterWeights(module, self.dtype)
         self.update_scale = update_scale or UpdateScale()
         self.update_scale.begin(self.masters)
-        self._encode()
+        self._encoded = False  # low-bit weights are those of the masters
+        self.encode()
         self.build_optimiser()
         self.update = 0
         self.reference: Reference | None = None  # the model a KL term holds this one to
@@ -127,8 +128,10 @@ class Updater:
         outcome = self.masters.step(
             self.optimiser, max_norm=self.config.clip_norm, denominator=count / self.ranks.world
         )
-        if outcome.skipped is None:
-            self._encode()
+        if outcome.skipped is None and self.low_bit is not None:
+            self._encoded = False
+            if self.low_bit.in_forward:
+                self.encode()
         count = count or 1.0
         return Applied(loss / count, value_loss / count, outcome.grad_norm, rate, outcome.skipped)
 
@@ -137,9 +140,11 @@ class Updater:
         self.discard()
         return Applied(0.0, 0.0, 0.0, self._scheduled_rate, Skip.REFUSED)
 
-    def _encode(self) -> None:
-        if self.low_bit is not None:
+    def encode(self) -> None:
+        """Makes the low-bit weights, if there are any and the masters have changed; every rank must call it."""
+        if self.low_bit is not None and not self._encoded:
             self.low_bit.refresh(dict(self.masters.named_parameters()))
+            self._encoded = True
 
     @property
     def _scheduled_rate(self) -> float:
@@ -162,7 +167,8 @@ class Updater:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """What was learned, not how: decay, betas and the like stay as the recipe has them now."""
         self.masters.load_state_dict(state["masters"])
-        self._encode()
+        self._encoded = False
+        self.encode()
         self.optimiser.load_state_dict(self.optimiser.state_dict() | {"state": state["optimiser"]["state"]})
         self.update = state["update"]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -40,6 +40,7 @@ class LowBitWeights:
         weights = dict(module.named_parameters())
         with _refused(precision):
             self.encoded = {layer.name: self.format.quantize(weights[layer.name].detach()) for layer in self.layers}
+        self.in_forward = False  # the learner's own, which then needs them after every update
         self._published = _copies(self.encoded) if updates_per_version > 1 else None
         self._changed: dict[str, Tensor] = {}
 
@@ -50,6 +51,12 @@ class LowBitWeights:
     def run_by_learner(self, module: PreTrainedModel) -> None:
         """The learner's forward computes on these tensors; its parameters keep their names and get the gradients."""
         install_straight_through(module, self.layers, self.format, self.encoded.__getitem__)
+        self.in_forward = True
+
+    def take(self, encoded: Iterable[tuple[str, Encoded]]) -> None:
+        """Other codes for the same weights, such as those that float32 masters have where the module is rounded."""
+        for name, made in encoded:
+            self.encoded[name].copy_(made)
 
     @torch.no_grad()
     def refresh(self, masters: Mapping[str, Tensor]) -> None:

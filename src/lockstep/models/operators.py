@@ -19,7 +19,7 @@ CHUNK = 2**24  # words digested at once, which bounds the memory it takes
 
 
 def engine_operators(view: nn.Module, dtype: torch.dtype, names: Sequence[str] | None = None) -> dict[str, Operator]:
-    """Of the engine's view of a model that computes in `dtype`: of these weights, or all."""
+    """Of the engine's view of a model that computes in `dtype`: of those of these weights that it has, or all."""
     low_bit = dict(low_bit_weights(view))
     plain = view.state_dict()
     if names is None:
@@ -28,6 +28,7 @@ def engine_operators(view: nn.Module, dtype: torch.dtype, names: Sequence[str] |
     return {
         name: _low_bit(low_bit[name].format, low_bit[name].encoded, dtype) if name in low_bit else _plain(plain[name])
         for name in names
+        if name in low_bit or name in plain
     }
 
 
