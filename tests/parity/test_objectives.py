@@ -20,7 +20,7 @@ from lockstep.algorithms.config import CORRECTIONS, REDUCTIONS, SURROGATES, Algo
 from lockstep.algorithms.objective import Objective, Part
 from lockstep.algorithms.rules import refusal
 from lockstep.algorithms.segments import bounded_exp, seq_mean
-from lockstep.config import choices
+from lockstep.config import Plugin, choices
 from lockstep.config.plugins import load_class
 from lockstep.types import Batch
 
@@ -102,9 +102,9 @@ def measure(objective: Objective, logp: Tensor, batch: Batch) -> tuple[Part, Ten
 @cache
 def accepted(surrogate: str) -> list[str]:
     """The corrections a surrogate takes; what it refuses is tested with the config."""
-    piece = load_class(SURROGATES, surrogate)()
-    built = {name: [load_class(CORRECTIONS, part)() for part in parts] for name, parts in LISTS.items()}
-    return [name for name, corrections in built.items() if not refusal(piece, corrections)]
+    piece = Plugin(package=SURROGATES, name=surrogate)
+    chosen = {name: [Plugin(package=CORRECTIONS, name=part) for part in parts] for name, parts in LISTS.items()}
+    return [name for name, corrections in chosen.items() if not refusal(piece, corrections)]
 
 
 Pieces = tuple[str, tuple[str, ...], str, bool]

@@ -49,7 +49,7 @@ class AlgorithmConfig(Config):
 
     @model_validator(mode="after")
     def _means_something(self) -> AlgorithmConfig:
-        if reason := refusal(self.surrogate.build(), self._build_corrections()):
+        if reason := refusal(self.surrogate, self.correction_plugins):
             raise ValueError(reason)
         return self
 
@@ -98,7 +98,7 @@ class AlgorithmConfig(Config):
         return Penalty(self.kl.estimator.build(), self.kl.coef)
 
     def build_objective(self) -> Objective:
-        corrections = self._build_corrections()
+        corrections: tuple[NamedCorrection, ...] = tuple(piece.build() for piece in self.correction_plugins)
         kl = self.kl if self.kl and self.kl.where == "loss" else None
         return Objective(
             surrogate=self.surrogate.build(),
@@ -108,6 +108,3 @@ class AlgorithmConfig(Config):
             kl=kl.estimator.build() if kl else None,
             kl_coef=kl.coef if kl else 0.0,
         )
-
-    def _build_corrections(self) -> tuple[NamedCorrection, ...]:
-        return tuple(correction.build() for correction in self.correction_plugins)

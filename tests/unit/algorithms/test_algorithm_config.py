@@ -109,6 +109,31 @@ def test_a_class_of_the_users_own_says_what_it_is() -> None:
     assert [plugin.name for plugin in algorithm(f"{place}:Mine").correction_plugins] == ["tis"]
 
 
+class Half:
+    """Corrections of the user's own, from one file."""
+
+    weighs: ClassVar[bool] = False
+    bounds: ClassVar[tuple[float, float]] = (0, math.inf)
+
+
+class Third(Half):
+    pass
+
+
+class Weight(Half):
+    weighs: ClassVar[bool] = True
+
+
+def test_pieces_of_the_users_own_go_by_the_names_a_recipe_gives_them(tmp_path: Path) -> None:
+    place, other = Path(__file__), tmp_path / "test_algorithm_config.py"
+    other.write_text("class Half:\n    weighs = False\n")
+    algorithm("grpo", [f"{place}:Half", f"{place}:Third", f"{other}:Half"])
+    with pytest.raises(ConfigError, match=f"tis, {place}:Weight all weigh"):
+        algorithm("grpo", ["tis", f"{place}:Weight"])
+    with pytest.raises(ConfigError, match=f"{place}:Half, {place}:Half: one of them twice"):
+        algorithm("grpo", [f"{place}:Half"] * 2)
+
+
 def test_on_policy_grpo_makes_one_update() -> None:
     tables: dict[str, Any] = {"model": {"init": {}}, "task": "arithmetic", "train": {"steps": 1}}
     tables["algorithm"] = {"surrogate": "on_policy_grpo"}
