@@ -19,15 +19,13 @@ from lockstep.protocols import Learner, Recorder
 
 DEFAULT = "default"
 DEFAULT_RULES = (
-    "drift: raise_correction, raise_precision when mismatch/lag0/k3 > 0.001"
-    " and mismatch/lag0/k3 rising over 6 steps and mismatch/lag0/f2 rising over 6 steps"
-    " and mismatch/lag0/ess falling over 6 steps"
-    " and (policy/entropy rising over 6 steps or rollout/length rising over 6 steps)",
-    "apart: raise_correction, raise_precision when mismatch/lag0/k3 > 0.001"
-    " and mismatch/lag0/k3 > 2 x early and mismatch/lag0/f2 > 2 x early for 3 steps",
-    "stale: lower_staleness when rollout/lag_mean > 0 and mismatch/k3 > 0.01"
-    " and mismatch/k3 > 2 x early and mismatch/f2 > 2 x early for 3 steps",
-    "outlier: skip_update when mismatch/lag0/ess < 0.2",
+    "drift: raise_correction, raise_precision when mismatch/lag0/k3 > 0.001 over 3 steps"
+    " and mismatch/lag0/pearson < 0.97 over 3 steps and mismatch/prob0.1/f2 > 0.2 over 3 steps",
+    "apart: raise_correction, raise_precision when mismatch/lag0/k3 > 0.01 over 3 steps"
+    " and mismatch/lag0/k3 > 2 x early over 3 steps and mismatch/lag0/f2 > 2 x early over 3 steps for 3 steps",
+    "stale: lower_staleness when rollout/lag_mean > 0 and mismatch/k3 > 0.01 over 3 steps"
+    " and mismatch/k3 > 2 x early over 3 steps and mismatch/f2 > 2 x early over 3 steps for 3 steps",
+    "outlier: skip_update when mismatch/ess < 0.2",
     "endless: warn when rollout/truncated > 0.5 and rollout/truncated rising",
 )
 EVENT = "governor"
@@ -89,11 +87,14 @@ class Governor:
         return [Firing(rule, self._reason(rule)) for rule in fresh], skip
 
     def _holds(self, rule: Rule) -> bool:
-        self._held[rule.text] = self._held.get(rule.text, 0) + 1 if rule.condition.holds(self._signals) else 0
+        holds = rule.condition.holds(self._signals)
+        if holds is None:
+            return False
+        self._held[rule.text] = self._held.get(rule.text, 0) + 1 if holds else 0
         return self._held[rule.text] >= rule.steps
 
     def _reason(self, rule: Rule) -> str:
-        return ", ".join(map(self._signals.tell, rule.condition.windows()))
+        return ", ".join(rule.condition.tell(self._signals))
 
     def state(self) -> dict[str, Any]:
         return {"signals": self._signals.state(), "held": dict(self._held), "fired": dict(self._fired)}

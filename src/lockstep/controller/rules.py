@@ -9,11 +9,16 @@ A rule is one sentence, read and checked when the recipe is loaded:
     rule      = [name ":"] action {"," action} "when" condition ["for" N "steps"]
     condition = all {"or" all}             all = test {"and" test}
     test      = metric comparison | "(" condition ")" | N "of" "(" condition {"," condition} ")"
-    comparison = (">" | ">=" | "<" | "<=") number ["x" "early"] | ("rising" | "falling") ["over" N "steps"]
+    comparison = ((">" | ">=" | "<" | "<=") number ["x" "early"] | "rising" | "falling") ["over" N "steps"]
 
-`early` is the median of the metric's first 8 values in the run. A metric is rising over its last N values (10 unless
-said) if among all pairs of them at least three in four go up, which noise alone does in one window of 10 out of 43,
-of 6 out of 15. A test of a metric that has too few values yet does not hold.
+What is compared is the metric's value in this step or, over N steps, the mean of its last N values. `early` is the
+median of its first 8 values in the run; `2 x early` is as far above that as it is from 0, also where it is negative.
+A metric is rising over its last N values (10 unless said) if among all pairs of them at least three in four go up,
+which noise alone does in one window of 10 out of 43, of 6 out of 15.
+
+Nothing is concluded from a value twice: a test of a metric that this step has not logged is open, and so is a condition
+that depends on it. An open condition does not hold, and the steps for which it must hold in a row pass over it. A test
+of a metric that has too few values yet does not hold.
 """
 
 from __future__ import annotations
@@ -22,7 +27,7 @@ import difflib
 import math
 import operator
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import combinations
 from statistics import median
@@ -69,19 +74,23 @@ class Series:
 
 @dataclass(slots=True)
 class Signals:
-    """The metrics that rules look at, by name. A metric that a step does not log keeps its last value."""
+    """The metrics that rules look at, by name."""
 
     windows: Mapping[str, int]  # how many values to keep of each
     series: dict[str, Series] = field(default_factory=dict)
+    fresh: Set[str] = frozenset()  # those with a value in this step
 
     def add(self, metrics: Mapping[str, float]) -> None:
-        """NaN is no value: it can be compared with nothing."""
-        for name in self.windows.keys() & metrics.keys():
-            if not math.isnan(metrics[name]):
-                self.series.setdefault(name, Series()).add(metrics[name], self.windows[name])
+        """The values of one step. NaN is no value: it can be compared with nothing."""
+        values = {name: value for name, value in metrics.items() if name in self.windows and not math.isnan(value)}
+        self.fresh = values.keys()
+        for name, value in values.items():
+            self.series.setdefault(name, Series()).add(value, self.windows[name])
 
-    def latest(self, name: str) -> float | None:
-        return self.series[name].recent[-1] if name in self.series else None
+    def mean(self, name: str, window: int) -> float | None:
+        """Of the last `window` values; None until there are so many."""
+        values = self.series[name].recent[-window:] if name in self.series else []
+        return sum(values) / window if len(values) == window else None
 
     def early(self, name: str) -> float | None:
         """None until there are enough values."""
@@ -96,10 +105,12 @@ class Signals:
         pairs = [(later > earlier) - (later < earlier) for earlier, later in combinations(values, 2)]
         return sum(pairs) / len(pairs)
 
-    def tell(self, name: str) -> str:
+    def tell(self, name: str, window: int = 1) -> str:
         """The metric in words: `mismatch/k3 0.012 (early 0.003)`."""
-        latest, early = self.latest(name), self.early(name)
-        shown = "not logged yet" if latest is None else f"{latest:.3g}"
+        if name not in self.fresh:
+            return f"{name} not logged in this step"
+        mean, early = self.mean(name, window), self.early(name)
+        shown = "logged too rarely yet" if mean is None else f"{mean:.3g}{f' over {window} steps' * (window > 1)}"
         return f"{name} {shown}" + (f" (early {early:.3g})" if early is not None else "")
 
     def state(self) -> dict[str, Any]:
@@ -110,7 +121,13 @@ class Signals:
 
 
 class Condition(Protocol):
-    def holds(self, signals: Signals) -> bool: ...
+    def holds(self, signals: Signals) -> bool | None:
+        """None: open, for want of values in this step."""
+        ...
+
+    def tell(self, signals: Signals) -> Iterable[str]:
+        """What it looks at, as it stands."""
+        ...
 
     def windows(self) -> Mapping[str, int]:
         """The metrics it looks at, and how many of the last values it needs."""
@@ -123,13 +140,25 @@ class Comparison:
     sign: str  # a key of COMPARE
     bound: float
     relative: bool  # the bound is a multiple of the early value
+    window: int = 1  # values whose mean is compared
 
-    def holds(self, signals: Signals) -> bool:
-        latest, early = signals.latest(self.metric), signals.early(self.metric) if self.relative else 1.0
-        return latest is not None and early is not None and COMPARE[self.sign](latest, self.bound * early)
+    def holds(self, signals: Signals) -> bool | None:
+        if self.metric not in signals.fresh:
+            return None
+        mean, bound = signals.mean(self.metric, self.window), self._bound(signals)
+        return mean is not None and bound is not None and COMPARE[self.sign](mean, bound)
+
+    def _bound(self, signals: Signals) -> float | None:
+        if not self.relative:
+            return self.bound
+        early = signals.early(self.metric)
+        return None if early is None else early + (self.bound - 1) * abs(early)
+
+    def tell(self, signals: Signals) -> Iterable[str]:
+        return [signals.tell(self.metric, self.window)]
 
     def windows(self) -> Mapping[str, int]:
-        return {self.metric: 1}
+        return {self.metric: self.window}
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,9 +167,14 @@ class Trend:
     rising: bool
     window: int
 
-    def holds(self, signals: Signals) -> bool:
+    def holds(self, signals: Signals) -> bool | None:
+        if self.metric not in signals.fresh:
+            return None
         trend = signals.trend(self.metric, self.window)
         return trend >= TREND if self.rising else trend <= -TREND
+
+    def tell(self, signals: Signals) -> Iterable[str]:
+        return [signals.tell(self.metric)]
 
     def windows(self) -> Mapping[str, int]:
         return {self.metric: self.window}
@@ -153,8 +187,14 @@ class Among:
     needed: int
     parts: tuple[Condition, ...]
 
-    def holds(self, signals: Signals) -> bool:
-        return sum(part.holds(signals) for part in self.parts) >= self.needed
+    def holds(self, signals: Signals) -> bool | None:
+        found = [part.holds(signals) for part in self.parts]
+        if found.count(True) >= self.needed:
+            return True
+        return None if found.count(True) + found.count(None) >= self.needed else False
+
+    def tell(self, signals: Signals) -> Iterable[str]:
+        return dict.fromkeys(text for part in self.parts for text in part.tell(signals))
 
     def windows(self) -> Mapping[str, int]:
         return widest(part.windows() for part in self.parts)
@@ -173,7 +213,7 @@ class Rule:
     name: str  # "" if it has none
     actions: tuple[str, ...]  # keys of ACTIONS
     condition: Condition
-    steps: int = 1  # in a row that the condition must hold
+    steps: int = 1  # in a row that the condition must hold, of those in which it is not open
 
     @property
     def label(self) -> str:
@@ -286,7 +326,10 @@ class _Reader:
         relative = self._accept("x")
         if relative:
             self._expect("early")
-        return Comparison(metric, sign, bound, relative)
+            if bound < 0:
+                raise ConfigError(f"{bound:g} x early: a multiple cannot be negative")
+        window = self._steps() if self._accept("over") else 1
+        return Comparison(metric, sign, bound, relative, window)
 
     def _number(self) -> float:
         word = self._take()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import tomllib
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -25,13 +26,51 @@ def told(made: Lab) -> list[tuple[int, str]]:
     return [(step, text) for step, kind, text in made.recorder.events if kind == "governor"]
 
 
-def firings(governor: Governor, values: list[float]) -> list[int]:
-    return [step for step, value in enumerate(values, 1) if governor.judge(step, {"mismatch/k3": value})[0]]
+def rows(values: Sequence[float | None]) -> Iterator[tuple[int, dict[str, float]]]:
+    """Steps with their metrics; None: the step logs none."""
+    return ((step, {} if value is None else {"mismatch/k3": value}) for step, value in enumerate(values, 1))
+
+
+def firings(governor: Governor, values: Sequence[float | None]) -> list[int]:
+    return [step for step, row in rows(values) if governor.judge(step, row)[0]]
 
 
 def test_a_rule_fires_after_its_steps_in_a_row_and_then_cools_down() -> None:
     governor = Governor([parse("warn when mismatch/k3 > 1 for 2 steps")], cooldown=4)
     assert firings(governor, [2, 0, 2, 2, 2, 2, 2, 2, 0, 0, 0, 2, 2]) == [4, 8, 13]
+
+
+@pytest.mark.parametrize(
+    ("values", "fired"),
+    [
+        ([2, None, None, None], []),  # one measurement is one step
+        ([2, None, 2, None, 2], [5]),  # steps without one neither count nor break the row
+        ([2, None, 2, 0, 2, 2], []),
+    ],
+)
+def test_only_steps_that_log_a_metric_count(values: list[float | None], fired: list[int]) -> None:
+    assert firings(Governor([parse("warn when mismatch/k3 > 1 for 3 steps")], cooldown=1), values) == fired
+
+
+def test_a_step_without_the_metric_is_not_skipped_for_what_an_earlier_one_logged() -> None:
+    governor = Governor([parse("outlier: skip_update when mismatch/k3 > 1")], cooldown=1)
+    judged = [governor.judge(step, row) for step, row in rows([2, None, None, 0, 2])]
+    assert [bool(fired) for fired, _ in judged] == [skip for _, skip in judged] == [True, False, False, False, True]
+
+
+def test_steps_without_tokens_of_lag_zero_leave_the_shipped_rules_silent() -> None:
+    """A run that samples ahead: one bad step with lag-0 tokens, then none with any."""
+    governor = Governor([parse(text) for text in DEFAULT_RULES], cooldown=1)
+    bad = {"mismatch/lag0/k3": 1.0, "mismatch/lag0/f2": 1.0, "mismatch/lag0/pearson": 0.0, "mismatch/lag0/ess": 0.0}
+    good = {"mismatch/k3": 1e-3, "mismatch/ess": 0.9, "mismatch/prob0.1/f2": 0.5, "rollout/lag_mean": 2.0}
+    assert [governor.judge(step, {**good, **(bad if step == 1 else {})}) for step in range(1, 30)] == [([], False)] * 29
+
+
+def test_a_run_goes_on_after_one_outlier(tmp_path: Path) -> None:
+    made = lab(tmp_path, "outlier: skip_update when mismatch/ess < 0.2")
+    made.learner.measured = lambda step: {"mismatch/ess": 0.1} if step == 1 else {}
+    made.run()
+    assert len(made.learner.trained) == 5
 
 
 def test_rules_do_not_silence_each_other() -> None:

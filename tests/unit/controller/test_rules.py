@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from contextlib import suppress
 
 import pytest
@@ -18,11 +19,12 @@ from lockstep.controller.rules import ACTIONS, COMPARE, EARLY, Among, Comparison
 NAMES = ("mismatch/k3", "mismatch/f2", "policy/entropy", "reward/part/correct")
 
 
-def seen(rule: Rule, **series: list[float]) -> bool:
-    """Whether the condition holds after these values of `mismatch/NAME`."""
+def seen(rule: Rule, **series: Sequence[float | None]) -> bool | None:
+    """What the condition says after these values of `mismatch/NAME`; None: not logged in that step."""
     signals = Signals(rule.condition.windows())
-    for i in range(max(map(len, series.values()))):
-        signals.add({f"mismatch/{name}": values[i] for name, values in series.items() if i < len(values)})
+    for values in zip(*series.values(), strict=True):
+        row = {f"mismatch/{name}": value for name, value in zip(series, values, strict=True) if value is not None}
+        signals.add(row)
     return rule.condition.holds(signals)
 
 
@@ -63,6 +65,8 @@ def test_spaces_are_free() -> None:
         ("warn when mismatch/k3 > much", "expected a number, found 'much'"),
         ("warn when mismatch/k3 > 1e999", "expected a finite number"),
         ("warn when mismatch/k3 > 2 x", "expected 'early', found 'the end'"),
+        ("warn when mismatch/k1 > -2 x early", "-2 x early: a multiple cannot be negative"),
+        ("warn when mismatch/k3 > 1 over 0 steps", "steps from 1 to 1000, found '0'"),
         ("warn when mismatch/k3 > 1 for 0 steps", "steps from 1 to 1000, found '0'"),
         ("warn when mismatch/k3 > 1 for 3", "expected 'steps', found 'the end'"),
         ("warn when mismatch/k3 rising over 2 steps", "at least 4"),
@@ -96,7 +100,10 @@ def test_garbage_is_refused_and_nothing_worse(text: str) -> None:
 
 
 numbers = st.floats(-1e6, 1e6)
-comparisons = st.builds(Comparison, st.sampled_from(NAMES), st.sampled_from([*COMPARE]), numbers, st.booleans())
+spans = st.integers(1, 5)
+comparisons = st.builds(
+    Comparison, st.sampled_from(NAMES), st.sampled_from([*COMPARE]), numbers, st.just(False), spans
+) | st.builds(Comparison, st.sampled_from(NAMES), st.sampled_from([*COMPARE]), numbers.map(abs), st.just(True), spans)
 trends = st.builds(Trend, st.sampled_from(NAMES), st.booleans(), st.integers(4, 30))
 conditions = st.recursive(
     comparisons | trends,
@@ -109,8 +116,9 @@ conditions = st.recursive(
 
 def written(condition: object) -> str:
     match condition:
-        case Comparison(metric, sign, bound, relative):
-            return f"{metric} {sign} {bound!r}" + (" x early" if relative else "")
+        case Comparison(metric, sign, bound, relative, window):
+            span = f" over {window} step{'s' * (window > 1)}"
+            return f"{metric} {sign} {bound!r}" + (" x early" if relative else "") + span
         case Trend(metric, rising, window):
             return f"{metric} {'rising' if rising else 'falling'} over {window} steps"
         case Among(needed, parts):
@@ -128,7 +136,9 @@ def test_a_condition_says_yes_or_no_of_anything_logged(condition: Comparison, ro
     signals = Signals(condition.windows())
     for row in rows:
         signals.add(row)
-    assert condition.holds(signals) in (True, False)
+    assert condition.holds(signals) in (True, False, None)
+    signals.add({})
+    assert condition.holds(signals) is None, "without a new value nothing is concluded"
 
 
 def test_early_is_the_median_of_the_first_values_and_unknown_before() -> None:
@@ -140,16 +150,44 @@ def test_early_is_the_median_of_the_first_values_and_unknown_before() -> None:
     assert seen(rule, k3=[*early, 2.9, 3.1])
 
 
-def test_a_metric_not_logged_keeps_its_last_value_and_one_never_logged_says_no() -> None:
-    rule = parse("warn when mismatch/k3 > 1 and mismatch/f2 > 1")
-    assert seen(rule, k3=[2.0], f2=[2.0, 2.0])
-    assert not seen(rule, k3=[2.0])
-    assert not seen(parse("warn when mismatch/k3 < 1"), f2=[2.0])
+@pytest.mark.parametrize(
+    ("condition", "k3", "f2", "holds"),
+    [
+        ("mismatch/k3 > 1", [2.0, None], [0.0, 0.0], None),
+        ("mismatch/k3 > 1 and mismatch/f2 > 1", [2.0, None], [2.0, 2.0], None),
+        ("mismatch/k3 > 1 and mismatch/f2 > 1", [2.0, None], [2.0, 0.0], False),  # whatever k3 would be
+        ("mismatch/k3 > 1 or mismatch/f2 > 1", [2.0, None], [2.0, 2.0], True),
+        ("mismatch/k3 > 1 or mismatch/f2 > 1", [2.0, None], [2.0, 0.0], None),
+        ("mismatch/k3 rising over 4 steps", [1, 2, 3, 4, None], [0] * 5, None),
+        ("mismatch/k3 rising over 4 steps", [1, 2, None, 3, None, 4], [0] * 6, True),  # over the values there are
+        ("mismatch/k3 > 2 over 2 steps", [2, None, 3], [0] * 3, True),
+    ],
+)
+def test_a_metric_that_this_step_has_not_logged_leaves_its_test_open(
+    condition: str, k3: list[float | None], f2: list[float], holds: bool | None
+) -> None:
+    assert seen(parse(f"warn when {condition}"), k3=k3, f2=f2) is holds
+
+
+def test_over_steps_the_mean_is_compared() -> None:
+    rule = parse("warn when mismatch/k3 > 2 over 3 steps")
+    assert not seen(rule, k3=[9, 9])  # too few
+    assert not seen(rule, k3=[9, 1, 1, 4])
+    assert seen(rule, k3=[0, 1, 1, 5])
+    assert seen(parse("warn when mismatch/k3 > 2 x early over 2 steps"), k3=[1.0] * EARLY + [1.5, 2.6])
+
+
+def test_a_multiple_of_a_negative_early_value_lies_as_far_from_it_as_of_a_positive_one() -> None:
+    grown, fallen = parse("warn when mismatch/k1 > 2 x early"), parse("warn when mismatch/k1 < 0.5 x early")
+    early = [-1.0] * EARLY
+    assert [seen(grown, k1=[*early, k1]) for k1 in (-1, -0.1, 0.1)] == [False, False, True]
+    assert [seen(fallen, k1=[*early, k1]) for k1 in (-1, -1.4, -1.6)] == [False, False, True]
 
 
 def test_nan_is_no_value_and_infinity_is_one() -> None:
-    assert not seen(parse("warn when mismatch/k3 > 1 or mismatch/k3 <= 1"), k3=[math.nan])
+    assert seen(parse("warn when mismatch/k3 > 1 or mismatch/k3 <= 1"), k3=[math.nan]) is None
     assert seen(parse("warn when mismatch/k3 > 1"), k3=[0.0, math.inf])
+    assert not seen(parse("warn when mismatch/k3 > 1 over 2 steps"), k3=[-math.inf, math.inf])
 
 
 def test_a_trend_needs_most_pairs_to_go_its_way() -> None:
