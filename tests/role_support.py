@@ -16,6 +16,7 @@ from engine_support import sharpen
 from lockstep.assembly.recipe import Recipe
 from lockstep.assembly.roles import Training, load_model
 from lockstep.config.loading import validate
+from lockstep.config.plugins import name_of
 from lockstep.learner.rows import admit
 from lockstep.models.lowbit import LowBitWeights
 from lockstep.models.operators import engine_operators
@@ -30,7 +31,7 @@ PROMPTS = 2
 def as_written(format: Format) -> dict[str, Any]:
     """The format as a recipe names it."""
     return {
-        "name": type(format).__module__.rpartition(".")[2],
+        "name": name_of(type(format)),
         **{f.name: getattr(format, f.name) for f in fields(format)},  # type: ignore[arg-type]
     }
 

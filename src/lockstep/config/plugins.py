@@ -45,6 +45,12 @@ def load_class(package: str, name: str) -> type:
     return found[0]
 
 
+def name_of(cls: type) -> str:
+    """What a recipe calls the class: the other way round."""
+    own = cls.__module__.startswith("lockstep.")
+    return cls.__module__.rpartition(".")[2] if own else f"{cls.__module__}:{cls.__name__}"
+
+
 def _load_foreign(name: str) -> type:
     place, _, attribute = name.rpartition(":")
     path = Path(place)

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from lockstep.config.plugins import name_of
 from lockstep.quant.encoded import Encoded
 from lockstep.quant.format import Format
 from lockstep.quant.modules import low_bit_weights, straight_through_weights
@@ -48,7 +49,7 @@ def learner_operators(
 
 def _low_bit(format: Format, weight: Encoded, dtype: torch.dtype) -> Operator:
     return Operator(
-        format=type(format).__module__.rpartition(".")[2],
+        format=name_of(type(format)),
         kernel=format.kernel(weight, dtype).name,
         digest=digest(weight.tensors.values()),
     )
