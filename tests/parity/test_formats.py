@@ -5,6 +5,8 @@ Listed from the folder of formats and the table of kernels: a new one is tested 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -49,7 +51,7 @@ def assert_agrees(format: Format, got: Tensor, x: Tensor, weight: Encoded) -> No
         assert torch.equal(got, expected)
     else:
         decoded, weights = format.decode_input(rows, torch.float32), format.dequantize(weight, torch.float32)
-        bound = reference.error_bound(decoded, weights, x.dtype)
+        bound = reference.error_bound(decoded, weights, expected)
         assert ((got.double() - expected.double()).abs() <= bound).all()
 
 
@@ -64,6 +66,18 @@ def test_every_kernel_is_its_reference(format: Format, shape: tuple[int, int, in
     for kernel in kernels:
         got = kernel.run(*format.encode_input(x), weight.codes, weight.scales, dtype)
         assert got.shape == (M, N)
+        assert_agrees(format, got, x, weight)
+
+
+@formats
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_a_scale_that_is_off_by_a_fiftieth_would_be_seen(format: Format, dtype: torch.dtype) -> None:
+    """In any one channel, though the sums of a row cancel."""
+    x, weight = normal(16, 256).to(dtype), format.quantize(normal(32, 256, seed=1))
+    scales = weight.scales.clone()
+    scales.view(-1)[-1] *= 1.02
+    got = format.matmul(format.encode_input(x), replace(weight, scales=scales), dtype)
+    with pytest.raises(AssertionError):
         assert_agrees(format, got, x, weight)
 
 

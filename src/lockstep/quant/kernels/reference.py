@@ -148,15 +148,15 @@ def dequantize_int4(packed: Tensor, scales: Tensor, K: int, dtype: torch.dtype) 
     return dequantize_groups(unpack_int4(packed, K), scales, dtype)
 
 
-def error_bound(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """How far a fast kernel may be from the reference, [M, N], for dequantized x [M, K] and weight [N, K].
+def error_bound(x: Tensor, weight: Tensor, y: Tensor) -> Tensor:
+    """How far a fast kernel may be from the reference's y [M, N], for dequantized x [M, K] and weight [N, K].
 
-    K float32 additions in any order, four roundings of each term (two dequantizations, their product, a rescaling),
-    and the final cast on both sides. Exact accumulators leave only the cast's part.
+    K float32 additions in any order and four roundings of each term (two dequantizations, their product, a rescaling),
+    of Σ|x|·|w|; then the cast to the dtype of y on both sides, of |y|. Exact accumulators leave only the cast's part.
     """
-    K = x.shape[-1]
-    magnitude = x.double().abs() @ weight.double().abs().mT
-    return magnitude * ((K + 4) * torch.finfo(torch.float32).eps + 2 * torch.finfo(dtype).eps)
+    terms = x.double().abs() @ weight.double().abs().mT
+    summed = (x.shape[-1] + 4) * torch.finfo(torch.float32).eps * terms
+    return summed + 2 * torch.finfo(y.dtype).eps * y.double().abs()
 
 
 def _scales(absmax: Tensor, largest: float, smallest: float) -> Tensor:
