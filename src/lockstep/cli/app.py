@@ -241,6 +241,19 @@ def bench_trl(
     )
 
 
+@bench.command("diagnostics")
+def bench_diagnostics(
+    settings: Annotated[list[str] | None, typer.Argument(help="quickstart, larger, updates; all by default")] = None,
+    pairs: Annotated[int, typer.Option(min=2, help="steps with and without diagnostics, in turns")] = 15,
+    threads: Annotated[int | None, typer.Option(min=1, help="as many as cores by default")] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "cpu",
+) -> None:
+    """What measuring the mismatch costs: training steps with and without diagnostics, in turns, in one process."""
+    from lockstep.cli import bench_diagnostics
+
+    bench_diagnostics.compare(settings or [], pairs=pairs, threads=threads, device=device, console=console)
+
+
 @bench.command("scaling")
 def bench_scaling(
     overrides: Overrides = None,
@@ -268,3 +281,20 @@ def bench_linear(
     from lockstep.cli import bench_linear
 
     bench_linear.compare(rows or [16, 64, 256], out, console)
+
+
+@bench.command("mismatch")
+def bench_mismatch(
+    steps: Annotated[int, typer.Option(min=1, help="steps of RL per line, after a first one")] = 4,
+    warmup: Annotated[int, typer.Option(min=1, help="supervised updates before them, once per model")] = 200,
+    out: Annotated[Path | None, typer.Option(help="keep the tables here, as Markdown")] = None,
+    json: Annotated[Path | None, typer.Option(help="keep the result here")] = None,
+) -> None:
+    """Every low-bit format on the CPU: the gap between sampler and learner, aligned and not, and what a sync costs.
+
+    A tiny dense model and a tiny mixture make real training steps; k3, F(2) and the largest weight are measured after
+    updates. A sync is timed through copies and in shared memory, with the bytes it publishes.
+    """
+    from lockstep.cli import bench_mismatch
+
+    bench_mismatch.compare(steps=steps, warmup=warmup, out=out, json_out=json, console=console)

@@ -11,7 +11,6 @@ import asyncio
 import json
 import math
 import os
-import platform
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -29,13 +28,14 @@ from transformers import PreTrainedModel
 
 from lockstep.assembly.recipe import Recipe
 from lockstep.assembly.roles import Training, load_model
-from lockstep.cli.benchmarks import Measured, Turn, take_turns
+from lockstep.cli.benchmarks import Measured, Turn, processor, take_turns
 from lockstep.config import ConfigError
 from lockstep.config.loading import validate
 from lockstep.controller.checkpoints import Checkpoints, Progress
 from lockstep.controller.loop import Controller, Roles
 from lockstep.data.order import PromptOrder
 from lockstep.models.tiny import TinyModel, byte_tokenizer, tiny_model
+from lockstep.protocols import Recorder
 from lockstep.report.recorder import Recorders, RunRecorder
 from lockstep.report.run_folder import RunFolder
 from lockstep.tasks.arithmetic import Arithmetic
@@ -193,7 +193,7 @@ def lockstep_side(turn: Turn, setting: Setting, folder: Path, steps: int, thread
     recipe = validate(Recipe, recipe_tables(setting, folder / "model", steps), "bench trl")
     run_folder = RunFolder.create(folder / "run")
     with RunRecorder(run_folder, recipe.record) as recorder:
-        asyncio.run(_train(recipe, run_folder, recorder, turn))
+        asyncio.run(train(recipe, run_folder, recorder, turn))
 
 
 def recipe_tables(setting: Setting, model: Path, steps: int) -> dict[str, Any]:
@@ -210,7 +210,8 @@ def recipe_tables(setting: Setting, model: Path, steps: int) -> dict[str, Any]:
     }
 
 
-async def _train(recipe: Recipe, run_folder: RunFolder, recorder: RunRecorder, turn: Turn) -> None:
+async def train(recipe: Recipe, run_folder: RunFolder, recorder: Recorder, turn: Turn) -> None:
+    """All steps of a recipe without evaluation; `turn` is told of each and may wait between them."""
     recorders = Recorders([recorder, TurnRecorder(turn)])  # in this order: recording is part of the step
     training = Training(recipe, load_model(recipe), recorders)
     await training.learner.publish(0)
@@ -243,7 +244,8 @@ class TurnRecorder:
         self._turn = turn
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._turn.end_step()
+        if "time/total" in metrics:  # a checkpoint is logged too, and ends no step
+            self._turn.end_step()
 
     def samples(self, step: int, group: Group) -> None:
         self._turn.count(len(group.trajectories), sum(t.num_sampled for t in group.trajectories))
@@ -360,15 +362,7 @@ def conditions(threads: int) -> str:
     """Machine and versions, in one line."""
     packages = ("lockstep-rl", "trl", "transformers", "torch")
     versions = ", ".join(f"{package} {metadata.version(package)}" for package in packages)
-    return f"{_processor()}, {os.cpu_count()} cores, {threads} threads per side, float32; {versions}"
-
-
-def _processor() -> str:
-    """Its name where the system tells it."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.is_file() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
+    return f"{processor()}, {os.cpu_count()} cores, {threads} threads per side, float32; {versions}"
 
 
 def _quiet() -> None:

@@ -7,6 +7,7 @@ waits for its turn uses no CPU. Start-up and warm-up steps are not counted.
 from __future__ import annotations
 
 import multiprocessing
+import platform
 import signal
 import time
 import traceback
@@ -14,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -167,3 +169,11 @@ def take_turns(
                     result.steps.append(step)
             on_step(number, measured)
     return measured
+
+
+def processor() -> str:
+    """Its name where the system tells it."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.is_file() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()

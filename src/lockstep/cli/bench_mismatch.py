@@ -1,0 +1,264 @@
+"""`lockstep bench mismatch`: how far a low-bit sampler and its learner are apart, aligned and not; what a sync costs.
+
+A dense model and a mixture are warmed up once each, so that their distributions are as peaked as a trained model's.
+From there every format makes the same few RL steps with a high-precision learner and with an aligned one; the gap is
+read off the metrics of the steps that follow an update. Syncs are timed apart, on larger models.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import os
+import time
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, redirect_stdout
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from statistics import fmean, median
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from rich.console import Console
+
+from lockstep.assembly.recipe import Recipe
+from lockstep.assembly.roles import Training, load_model
+from lockstep.assembly.run import train
+from lockstep.cli import recipe_files
+from lockstep.cli.benchmarks import processor
+from lockstep.config import choices
+from lockstep.config.loading import read_tables, validate
+from lockstep.report.recorder import Recorders
+from lockstep.report.run_folder import RunFolder
+
+RECIPE = "quickstart"
+HIGH = "high"
+VARIANTS = ({"name": "fp8_w8a8", "block": True}, {"name": "w4a8", "inputs": "fp8"})
+MODELS = {"dense": {"experts": 0}, "mixture": {"experts": 8}}
+SMALL = {"hidden": 128, "layers": 2, "heads": 4, "context": 128}  # what is trained
+LARGE = {"hidden": 512, "layers": 4, "heads": 8, "context": 64}  # what is synced: copying must outweigh calling
+PROMPTS = 8  # per step, 8 answers each: some 1,700 tokens
+SYNCS = 10
+BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
+
+Precision = str | Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """Between sampler and learner, over the steps that follow an update."""
+
+    k3: float  # mean
+    f2: float  # mean
+    w_max: float  # of all
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    model: str
+    precision: str
+    unaligned: Gap | None  # None in high precision, where there is nothing to align
+    aligned: Gap
+
+
+@dataclass(frozen=True, slots=True)
+class Sync:
+    model: str
+    precision: str
+    mib: float  # published
+    quantize_ms: float  # once per update, before
+    copied_ms: float  # learner -> store -> engine
+    shared_ms: float
+
+
+def compare(*, steps: int, warmup: int, out: Path | None, json_out: Path | None, console: Console) -> None:
+    console.print(conditions(steps, warmup), highlight=False, soft_wrap=True)
+    gaps, syncs = list(_gaps(steps, warmup, console)), list(_syncs(console))
+    text = f"{conditions(steps, warmup)}\n\n{gap_table(gaps)}\n\n{sync_table(syncs)}"
+    console.print(f"\n{text}", markup=False, highlight=False, soft_wrap=True)
+    if out is not None:
+        write_into(out, text)
+    if json_out is not None:
+        kept = {"conditions": conditions(steps, warmup), "gaps": [*map(asdict, gaps)], "syncs": [*map(asdict, syncs)]}
+        json_out.write_text(json.dumps(kept, indent=2) + "\n")
+
+
+def precisions() -> list[Precision]:
+    """Every format, and the variants of some."""
+    return [*choices("lockstep.quant.formats"), *VARIANTS]
+
+
+def in_words(precision: Precision) -> str:
+    """`fp8_w8a8`, `fp8_w8a8 block=True`."""
+    if isinstance(precision, str):
+        return precision
+    return " ".join([precision["name"], *(f"{key}={value}" for key, value in precision.items() if key != "name")])
+
+
+def _gaps(steps: int, warmup: int, console: Console) -> Iterator[Row]:
+    with TemporaryDirectory() as folder:
+        for model, shape in MODELS.items():
+            console.print(f"{model}: warming up", highlight=False)
+            start = _warm_up(Path(folder) / model, SMALL | shape, warmup)
+            yield Row(model, HIGH, None, _gap(start, HIGH, "none", steps, console))
+            for precision in precisions():
+                unaligned, aligned = (_gap(start, precision, how, steps, console) for how in ("none", "aligned"))
+                yield Row(model, in_words(precision), unaligned, aligned)
+
+
+def _warm_up(root: Path, shape: Mapping[str, int], updates: int) -> Path:
+    tables = read_tables(recipe_files.find(RECIPE))
+    changes = {
+        "model": {"init": shape},
+        "warmup": tables["warmup"] | {"steps": updates, "control": False},
+        "train": {"steps": 0},
+        "eval": {"samples": 0},
+    }
+    with redirect_stdout(io.StringIO()):
+        train(_recipe(tables | changes), root, plain=True)
+    found = RunFolder.open(root).result
+    assert found is not None, "a run saves before its first step"
+    return found
+
+
+def _gap(start: Path, precision: Precision, alignment: str, steps: int, console: Console) -> Gap:
+    tables = read_tables(recipe_files.find(RECIPE))
+    del tables["warmup"]
+    changes = {
+        "model": {"path": str(start)},
+        "train": tables["train"] | {"steps": steps + 1, "prompts": PROMPTS},  # the first step is before any update
+        "rollout": tables["rollout"] | {"precision": precision},
+        "learner": tables["learner"] | {"alignment": alignment},
+        "eval": {"samples": 0},
+    }
+    began = time.monotonic()
+    rows = asyncio.run(_reinforce(_recipe(tables | changes)))[1:]
+    gap = Gap(
+        k3=fmean(row["mismatch/k3"] for row in rows),
+        f2=fmean(row["mismatch/f2"] for row in rows),
+        w_max=max(row["mismatch/w_max"] for row in rows),
+    )
+    took = f"{time.monotonic() - began:.1f} s"
+    console.print(f"  {in_words(precision)}, learner {alignment}: k3 {gap.k3:.1e} ({took})", highlight=False)
+    return gap
+
+
+def _recipe(tables: Mapping[str, Any]) -> Recipe:
+    return validate(Recipe, {**tables, "device": "cpu"}, "bench mismatch")
+
+
+async def _reinforce(recipe: Recipe) -> list[Mapping[str, float]]:
+    """The metrics of every step."""
+    async with _started(recipe) as roles:
+        return [await _step(roles, recipe.train.prompts, version) for version in range(recipe.train.steps)]
+
+
+@asynccontextmanager
+async def _started(recipe: Recipe) -> AsyncIterator[Training]:
+    roles = Training(recipe, load_model(recipe), Recorders([]))
+    try:
+        await _sync(roles, 0)
+        yield roles
+    finally:
+        await roles.close()
+
+
+async def _step(roles: Training, prompts: int, version: int) -> Mapping[str, float]:
+    indices = range(version * prompts, (version + 1) * prompts)
+    await asyncio.gather(*(roles.rollout.run(index, roles.prompts(index), version) for index in indices))
+    result = await roles.learner.step(version, _arrived(indices))
+    await roles.engine.update_weights(result.version)
+    return result.metrics
+
+
+async def _arrived(indices: Iterable[int]) -> AsyncIterator[int]:
+    for index in indices:
+        yield index
+
+
+async def _sync(roles: Training, version: int) -> float:
+    """Seconds from the learner's finished weights to the engine's."""
+    began = time.perf_counter()
+    await roles.learner.publish(version)
+    await roles.engine.update_weights(version)
+    return time.perf_counter() - began
+
+
+def _syncs(console: Console) -> Iterator[Sync]:
+    for model, shape in MODELS.items():
+        for precision in (HIGH, *precisions()):
+            mib, quantize, copied = asyncio.run(_time_sync(precision, LARGE | shape, max_staleness=1))
+            shared = asyncio.run(_time_sync(precision, LARGE | shape, max_staleness=0))[2]
+            yield Sync(model, in_words(precision), mib, 1e3 * quantize, 1e3 * copied, 1e3 * shared)
+            line = f"sync of {model}, {in_words(precision)}: {mib:.1f} MiB in {1e3 * copied:.1f} ms"
+            console.print(line, highlight=False)
+
+
+async def _time_sync(precision: Precision, shape: Mapping[str, int], max_staleness: int) -> tuple[float, float, float]:
+    """MiB, and the median seconds of quantizing and of syncing. Sampling ahead, the engine has buffers of its own."""
+    tables = {
+        "model": {"init": shape},
+        "task": "arithmetic",
+        "algorithm": {"surrogate": "grpo"},
+        "train": {"steps": 1, "max_staleness": max_staleness},
+        "rollout": {"precision": precision, "max_seqs": 1},
+    }
+    async with _started(_recipe(tables)) as roles:
+        num_bytes = sum(tensor.nbytes for tensor in roles.core.published().values())
+        syncs = [await _sync(roles, version) for version in range(1, SYNCS + 1)]
+        return num_bytes / 2**20, median(_time_quantize(roles) for _ in range(3)), median(syncs)
+
+
+def _time_quantize(roles: Training) -> float:
+    began = time.perf_counter()
+    if roles.low_bit is not None:
+        roles.low_bit.refresh(dict(roles.core.updater.masters.named_parameters()))
+    return time.perf_counter() - began
+
+
+def gap_table(rows: Sequence[Row]) -> str:
+    """Markdown."""
+    lines = [
+        "| model | sampler | learner high: k3 | F(2) | max w | aligned: k3 | F(2) | max w | k3, high / aligned |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        ratio = f"{row.unaligned.k3 / max(row.aligned.k3, 1e-16):.0e}" if row.unaligned else ""
+        lines.append(f"| {row.model} | `{row.precision}` | {_cells(row.unaligned)} | {_cells(row.aligned)} | {ratio} |")
+    return "\n".join(lines)
+
+
+def _cells(gap: Gap | None) -> str:
+    return f"{gap.k3:.1e} | {gap.f2:.2%} | {gap.w_max:.4g}" if gap else " | | "
+
+
+def sync_table(syncs: Sequence[Sync]) -> str:
+    """Markdown; bytes also as a share of the same model's in high precision."""
+    high = {sync.model: sync.mib for sync in syncs if sync.precision == HIGH}
+    lines = [
+        "| model | sampler | published, MiB | of high | quantize, ms | sync, copied, ms | sync, shared, ms |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| {s.model} | `{s.precision}` | {s.mib:.1f} | {s.mib / high[s.model]:.0%} | {s.quantize_ms:.1f} "
+        f"| {s.copied_ms:.1f} | {s.shared_ms:.1f} |"
+        for s in syncs
+    ]
+    return "\n".join(lines)
+
+
+def conditions(steps: int, warmup: int) -> str:
+    """Machine, versions and size of the measurement, in one line."""
+    versions = ", ".join(f"{package} {metadata.version(package)}" for package in ("lockstep-rl", "torch"))
+    size = f"{warmup} updates of warm-up, then {steps} step{'s' * (steps > 1)} after the first update per line"
+    return f"{processor()}, {os.cpu_count()} cores, float32; {versions}; {size}."
+
+
+def write_into(page: Path, text: str) -> None:
+    """Between the markers of a page that has them; otherwise the page is written anew."""
+    old = page.read_text() if page.exists() else ""
+    before, begin, rest = old.partition(BEGIN)
+    after = rest.partition(END)[2] if begin else "\n"
+    page.write_text(f"{before if begin else ''}{BEGIN}\n{text}\n{END}{after}")

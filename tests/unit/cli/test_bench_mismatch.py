@@ -1,0 +1,61 @@
+"""`lockstep bench mismatch`, made as small as it gets: one format, one step, its tables and the page they go into."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from lockstep.cli import bench_mismatch as bench
+from lockstep.cli.bench_mismatch import BEGIN, END, Gap, Row, Sync, gap_table, sync_table, write_into
+from lockstep.config import choices
+
+
+def test_a_4_bit_learner_that_is_aligned_is_far_closer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "precisions", lambda: ["w4a8"])
+    monkeypatch.setattr(bench, "SMALL", {"hidden": 32, "layers": 1, "heads": 2, "context": 128})
+    monkeypatch.setattr(bench, "LARGE", {"hidden": 128, "layers": 1, "heads": 2, "context": 32})
+    monkeypatch.setattr(bench, "SYNCS", 2)
+    console = Console(record=True, width=200)
+    page, kept = tmp_path / "page.md", tmp_path / "kept.json"
+    bench.compare(steps=1, warmup=3, out=page, json_out=kept, console=console)
+    result = json.loads(kept.read_text())
+    assert [(row["model"], row["precision"]) for row in result["gaps"]] == [
+        (model, precision) for model in ("dense", "mixture") for precision in ("high", "w4a8")
+    ]
+    for row in result["gaps"]:
+        assert row["unaligned"] is None or row["aligned"]["k3"] < 0.1 * row["unaligned"]["k3"]
+    bytes_of = {(sync["model"], sync["precision"]): sync["mib"] for sync in result["syncs"]}
+    assert all(bytes_of[model, "w4a8"] < 0.4 * bytes_of[model, "high"] for model in bench.MODELS)
+    assert "| mixture | `w4a8` |" in page.read_text()
+    assert "dense: warming up" in console.export_text()
+
+
+def test_every_format_is_measured() -> None:
+    assert {bench.in_words(precision).split()[0] for precision in bench.precisions()} == set(
+        choices("lockstep.quant.formats")
+    )
+    assert "fp8_w8a8 block=True" in map(bench.in_words, bench.precisions())
+
+
+def test_tables() -> None:
+    rows = [
+        Row("dense", "high", None, Gap(1e-14, 0.0, 1.0)),
+        Row("dense", "w4a16", Gap(1e-2, 0.05, 9.0), Gap(1e-6, 0, 1)),
+    ]
+    high, low = gap_table(rows).splitlines()[2:]
+    assert high == "| dense | `high` |  | |  | 1.0e-14 | 0.00% | 1 |  |"
+    assert low == "| dense | `w4a16` | 1.0e-02 | 5.00% | 9 | 1.0e-06 | 0.00% | 1 | 1e+04 |"
+    syncs = [Sync("dense", "high", 40.0, 0.0, 30.0, 0.2), Sync("dense", "w4a16", 10.0, 50.0, 8.0, 0.2)]
+    assert sync_table(syncs).splitlines()[-1] == "| dense | `w4a16` | 10.0 | 25% | 50.0 | 8.0 | 0.2 |"
+
+
+def test_a_page_keeps_what_stands_around_its_tables(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    write_into(page, "one")
+    assert page.read_text() == f"{BEGIN}\none\n{END}\n"
+    page.write_text(f"# Title\n{BEGIN}\nold\n{END}\nafter\n")
+    write_into(page, "two")
+    assert page.read_text() == f"# Title\n{BEGIN}\ntwo\n{END}\nafter\n"
