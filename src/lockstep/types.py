@@ -9,9 +9,10 @@ Everything is frozen. Per-token fields are aligned with the token itself: `logp_
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # a process that only judges answers starts without torch
@@ -103,6 +104,9 @@ class Verdict:
         return self.value is not None and self.parts.get("correct", self.value) >= 1.0
 
 
+FLAWS = ("repetition", "garble")  # what an answer that falls apart is found to be: see data/flaws.py
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
     """One answer with everything learning needs. A multi-turn one has several sampled spans in `mask`."""
@@ -116,7 +120,7 @@ class Trajectory:
     stop_reason: StopReason
     verdict: Verdict
     text: str  # the response as the reward saw it
-    flaws: tuple[str, ...] = ()  # ("repetition",): see data/flaws.py
+    flaws: tuple[str, ...] = ()  # of FLAWS
     routes: Tensor | None = None  # [T-1, MoE layers, top-k] expert ids
     media: Mapping[str, Tensor] = field(default_factory=dict)
 
@@ -137,6 +141,13 @@ class Group:
     sample: Sample
     version: int  # the weight version when it was admitted
     trajectories: tuple[Trajectory, ...]
+
+
+def negative(answers: Sequence[Trajectory]) -> list[Trajectory]:
+    """The answers that were judged worse than their group's mean; none where all were judged alike."""
+    judged = [(answer, answer.verdict.value) for answer in answers if answer.verdict.value is not None]
+    values = [value for _, value in judged]
+    return [answer for answer, value in judged if value < max(values) and value < fmean(values)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,9 +14,8 @@ from lockstep.controller.config import CheckpointConfig, TrainConfig
 from lockstep.controller.gate import Gate, Stopped
 from lockstep.controller.governor import GovernorConfig, Halted, Steward
 from lockstep.protocols import Bus, Engine, Learner, Recorder, Rollout
-from lockstep.types import GroupReceipt, Sample, StepResult
+from lockstep.types import FLAWS, GroupReceipt, Sample, StepResult
 
-FLAWS = ("repetition", "garble")
 Evaluate = Callable[[], Awaitable[Mapping[str, float]]]
 
 

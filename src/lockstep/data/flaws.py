@@ -19,6 +19,8 @@ from collections import Counter
 from collections.abc import Sequence, Set
 from functools import lru_cache
 
+from lockstep.types import FLAWS
+
 COPIES = 4  # of a block at the end of an answer that was cut off
 LOOP = 16  # tokens such a loop has at least; also the length of the runs that are counted
 LONGEST_BLOCK = 256  # tokens
@@ -37,8 +39,8 @@ WORD = re.compile(r"[^\W\d_]+")
 def flaws(tokens: Sequence[int], text: str, *, cut_off: bool) -> tuple[str, ...]:
     """What is wrong with an answer of these sampled tokens: `repetition`, `garble`, both or neither."""
     repeats = (cut_off and ends_in_loop(tokens)) or repeats_itself(tokens)
-    found = {"repetition": repeats, "garble": is_garbled(text, cut_off=cut_off)}
-    return tuple(name for name, holds in found.items() if holds)
+    found = (repeats, is_garbled(text, cut_off=cut_off))
+    return tuple(name for name, holds in zip(FLAWS, found, strict=True) if holds)
 
 
 def ends_in_loop(tokens: Sequence[int]) -> bool:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from lockstep.report.excerpts import fell_apart
 from lockstep.report.history import History
 from lockstep.report.jsonl import Row
 from lockstep.report.sections import escape, number, percent
+from lockstep.types import FLAWS
 
 _EXAMPLES = 6
-_NAMES = ("repetition", "garble")
 
 
 def error_tokens(run: History, answers: Sequence[Row]) -> str:
-    """How common they are among answers below their group's mean, and the latest examples; empty if there is none."""
-    flawed = [answer for answer in answers if answer.get("flaws")]
+    """How common they are among answers below their group's mean, and the latest of those; empty if there is none."""
+    flawed = [answer for answer in answers if fell_apart(answer)]
     if not flawed:
         return ""
     cards = "".join(_card(answer) for answer in reversed(flawed[-_EXAMPLES:]))
@@ -25,7 +26,7 @@ def error_tokens(run: History, answers: Sequence[Row]) -> str:
 
 
 def _shares(run: History) -> str:
-    series = {name: run.series[f"rollout/{name}"] for name in _NAMES if f"rollout/{name}" in run.series}
+    series = {name: run.series[f"rollout/{name}"] for name in FLAWS if f"rollout/{name}" in run.series}
     shares = [f"{name} {percent(s.first)} → {percent(s.last)}" for name, s in series.items()]
     return f"share of the answers below their group's mean: {', '.join(shares)}" if shares else ""
 

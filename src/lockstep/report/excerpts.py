@@ -26,7 +26,12 @@ def excerpts(folder: RunFolder, each: int = 24) -> list[Row]:
 
 
 def _entry(place: int, row: Row) -> _Entry:
-    return _Entry(place, row["reward"], row["stop_reason"] == "length", bool(row.get("flaws")))
+    return _Entry(place, row["reward"], row["stop_reason"] == "length", fell_apart(row))
+
+
+def fell_apart(row: Row) -> bool:
+    """Flawed, and judged worse than its group's mean: what the shares of error tokens are about."""
+    return bool(row.get("flaws")) and row.get("negative", False)
 
 
 def _choose(index: list[_Entry], each: int) -> set[int]:

@@ -13,14 +13,17 @@ from pydantic import Field
 
 from lockstep.config import Config, ConfigError
 from lockstep.protocols import Recorder
+from lockstep.report.excerpts import fell_apart
 from lockstep.report.jsonl import JsonlWriter, Row, with_path
 from lockstep.report.run_folder import RunFolder
-from lockstep.types import Group, Trajectory
+from lockstep.types import Group, Trajectory, negative
+
+_FALLEN_PER_STEP = 2  # answers that fell apart, kept whatever `samples_per_step`
 
 
 class RecorderConfig(Config):
     samples_per_step: int = Field(default=2, ge=0)
-    """Groups whose answers are kept per step; as many again are kept if a reward failed in them."""
+    """Groups whose answers are kept per step; as many again if a reward failed in them, and 2 answers that fell apart."""
 
     wandb: bool = False
     """Also log to Weights & Biases (needs `pip install wandb`)."""
@@ -59,6 +62,7 @@ class RunRecorder:
         self._mirrors = [TensorBoardSink(folder.tensorboard, purge_step=last["step"] + 1 if last else None)]
         self._mirrors += [wandb] if wandb else []
         self._kept: Counter[tuple[int, bool]] = Counter()  # groups seen, by step and whether a reward failed
+        self._fell_apart: Counter[int] = Counter()  # answers outside of kept groups, by step
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         values = {name: float(value) for name, value in metrics.items()}
@@ -67,8 +71,10 @@ class RunRecorder:
             mirror.log(step, values)
 
     def samples(self, step: int, group: Group) -> None:
-        if self._wanted(step, failed=any(t.verdict.failed for t in group.trajectories)):
-            self._samples.append({**self._clock(step), **row} for row in sample_rows(group))
+        """Of a group that is not kept, answers that fell apart still are: a few a step, as they may be rare."""
+        kept = self._wanted(step, failed=any(t.verdict.failed for t in group.trajectories))
+        rows = [row for row in sample_rows(group) if kept or self._telling(step, row)]
+        self._samples.append({**self._clock(step), **row} for row in rows)
 
     def event(self, step: int, kind: str, text: str) -> None:
         self._events.append([{**self._clock(step), "kind": kind, "text": text}])
@@ -90,10 +96,15 @@ class RunRecorder:
         self._kept[step, failed] += 1
         return self._kept[step, failed] <= self._config.samples_per_step
 
+    def _telling(self, step: int, row: Row) -> bool:
+        self._fell_apart[step] += fell_apart(row)
+        return fell_apart(row) and self._fell_apart[step] <= _FALLEN_PER_STEP
+
 
 def sample_rows(group: Group) -> Iterator[Row]:
     """One row per answer, without the clock. `reward` is null where the reward failed."""
     prompt = [{"role": message.role, "content": message.content} for message in group.sample.messages]
+    negatives = {answer.uid for answer in negative(group.trajectories)}
     for trajectory in group.trajectories:
         yield {
             "group": group.index,
@@ -104,6 +115,7 @@ def sample_rows(group: Group) -> Iterator[Row]:
             "expected": group.sample.answer,
             "text": trajectory.text,
             **_judgement(trajectory),
+            "negative": trajectory.uid in negatives,
         }
 
 

@@ -7,7 +7,6 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
-from statistics import fmean
 
 from transformers import PreTrainedTokenizerBase
 
@@ -23,6 +22,7 @@ from lockstep.types import (
     SamplingParams,
     StopReason,
     Trajectory,
+    negative,
 )
 
 
@@ -107,10 +107,3 @@ def receipt(index: int, answers: Sequence[Trajectory], train_truncated: bool) ->
         num_negative=len(bad),
         flaws=Counter(flaw for answer in bad for flaw in answer.flaws),
     )
-
-
-def negative(answers: Sequence[Trajectory]) -> list[Trajectory]:
-    """The answers that were judged worse than their group's mean; none where all were judged alike."""
-    judged = [(answer, answer.verdict.value) for answer in answers if answer.verdict.value is not None]
-    values = [value for _, value in judged]
-    return [answer for answer, value in judged if value < max(values) and value < fmean(values)]

@@ -52,7 +52,7 @@ def test_answers_that_fell_apart_are_shown_and_counted(folder: RunFolder) -> Non
     with RunRecorder(folder, RecorderConfig(samples_per_step=1)) as recorder:
         for step in range(1, 60):
             flaws = ("repetition", "garble") if step == 30 else ()
-            recorder.samples(step, with_flaws(make_group(step, 0.5, text="<b>wait wait wait"), *flaws))
+            recorder.samples(step, with_flaws(make_group(step, 0.5, 1.0, text="<b>wait wait wait"), *flaws))
             recorder.log(step, {"rollout/repetition": 0.25 if step == 1 else 0.5, "rollout/garble": 0.0})
     assert 30 in [row["step"] for row in excerpts(folder, each=1)]
     page = page_of(folder)
@@ -61,6 +61,21 @@ def test_answers_that_fell_apart_are_shown_and_counted(folder: RunFolder) -> Non
     assert section.count("<article") == 1
     assert "step 30 · reward 0.5 · 4 tokens · train/30" in section
     assert "&lt;b&gt;wait wait wait" in section
+
+
+def test_answers_that_fell_apart_are_kept_from_any_group_and_shown_only_where_they_were_judged_worse(
+    folder: RunFolder,
+) -> None:
+    with RunRecorder(folder, RecorderConfig(samples_per_step=1)) as recorder:
+        for step in (1, 2):
+            recorder.samples(step, with_flaws(make_group(10 * step, 0.0, 1.0)))
+            for index in range(1, 9):
+                recorder.samples(step, with_flaws(make_group(10 * step + index, 0.0, 1.0), "garble"))
+    rows = list(folder.read_samples())
+    assert [row["uid"] for row in rows if row["flaws"]] == ["11/0", "12/0", "21/0", "22/0"]
+    page = page_of(folder)
+    section = page.partition('id="error-tokens"')[2].partition("<h2")[0]
+    assert section.count("<article") == section.count("reward 0 ·") == 4
 
 
 def test_answers_in_order_take_no_room(folder: RunFolder) -> None:

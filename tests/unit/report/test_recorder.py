@@ -44,7 +44,7 @@ def test_samples_per_step_are_capped_but_failures_have_their_own_room(folder: Ru
     with RunRecorder(folder, RecorderConfig(samples_per_step=1)) as recorder:
         for step in (1, 2):
             for index in range(3):
-                recorder.samples(step, make_group(10 * step + index, 1.0))
+                recorder.samples(step, make_group(10 * step + index, 1.0))  # flawed, but no worse than its group
                 recorder.samples(step, make_group(10 * step + index + 5, None))
     assert [row["group"] for row in folder.read_samples()] == [10, 15, 20, 25]
 

@@ -19,8 +19,8 @@ from lockstep.data.chat import render_prompt
 from lockstep.models.tiny import byte_tokenizer
 from lockstep.rollout.engines.embedded import Embedded
 from lockstep.rollout.evaluate import EvalConfig, Evaluator
-from lockstep.rollout.worker import Answerer, GroupRollout, negative
-from lockstep.types import Message, Sample, SamplingParams, StopReason, Trajectory, Verdict
+from lockstep.rollout.worker import Answerer, GroupRollout
+from lockstep.types import Message, Sample, SamplingParams, StopReason, Trajectory, Verdict, negative
 from lockstep.weights.memory import Memory as MemoryStore
 
 
