@@ -5,7 +5,7 @@ from __future__ import annotations
 from lockstep.assembly.recipe import Recipe
 from lockstep.config import Plugin
 from lockstep.controller.checkpoints import Progress
-from lockstep.controller.governor import times_raised
+from lockstep.controller.governor import raised_precision
 from lockstep.quant.ladder import HIGH, higher
 
 
@@ -19,7 +19,9 @@ def rungs(recipe: Recipe) -> list[str]:
 
 
 def as_raised(recipe: Recipe, progress: Progress) -> Recipe:
-    """The recipe with the precision that the run samples in at `progress`."""
-    ladder = [recipe.rollout.precision, *higher(recipe.rollout.precision)]
-    precision = ladder[min(times_raised(progress.governor), len(ladder) - 1)]
-    return recipe.model_copy(update={"rollout": recipe.rollout.model_copy(update={"precision": precision})})
+    """The recipe with the precision that the run samples in at `progress`: its own, unless a higher one was reached."""
+    above = {in_words(precision): precision for precision in higher(recipe.rollout.precision)}
+    reached = raised_precision(progress.governor)
+    if reached not in above:
+        return recipe
+    return recipe.model_copy(update={"rollout": recipe.rollout.model_copy(update={"precision": above[reached]})})

@@ -15,7 +15,7 @@ from pydantic import Field, field_validator
 from lockstep.config import Config
 from lockstep.controller.gate import Gate
 from lockstep.controller.rules import Rule, Signals, parse, widest
-from lockstep.protocols import Learner, Recorder
+from lockstep.protocols import GOVERNOR, Learner, Recorder
 
 DEFAULT = "default"
 DEFAULT_RULES = (
@@ -28,7 +28,6 @@ DEFAULT_RULES = (
     "outlier: skip_update when mismatch/ess < 0.2",
     "endless: warn when rollout/truncated > 0.5 and rollout/truncated rising",
 )
-EVENT = "governor"
 
 
 class GovernorConfig(Config):
@@ -125,9 +124,9 @@ class Steward:
     _firings: list[Firing] = field(default_factory=list)
     _judged: Set[str] = frozenset()  # metrics that the last judgement had
     _late: dict[str, float] = field(default_factory=dict)  # those that came after it
-    _raised: int = 0  # rungs the correction was raised by
-    _lowered: int = 0  # versions max_staleness was lowered by
-    _refined: int = 0  # rungs the precision was raised by
+    _correction: str | None = None  # what it was raised to; None: the recipe's
+    _precision: str | None = None  # the same of sampling
+    _max_staleness: int | None = None  # what it was lowered to; None: the recipe's
 
     def __post_init__(self) -> None:
         self._governor = Governor(self.config.parsed(), self.config.cooldown)
@@ -158,7 +157,7 @@ class Steward:
                 done[action] = done.get(action) or await self._do(action)
             what = ", ".join(done[action] for action in firing.rule.actions)
             text = f"{firing.rule.label}: {what}; {firing.reason}"
-            self.recorder.event(step, EVENT, text)
+            self.recorder.event(step, GOVERNOR, text)
             if "stop" in firing.rule.actions and self.active:
                 self.halted = text
         self._firings = []
@@ -179,13 +178,13 @@ class Steward:
         return "warning"
 
     async def _raise_correction(self) -> str:
-        if self._raised == len(self.corrections):
+        stronger = _next(self.corrections, self._correction)
+        if stronger is None:
             return "cannot raise the correction: there is no stronger one for this algorithm"
-        stronger = self.corrections[self._raised]
         if not self.active:
             return f"would raise the correction to {stronger}"
         await self.learner.set_correction(stronger)
-        self._raised += 1
+        self._correction = stronger
         return f"raised the correction to {stronger}"
 
     def _lower_staleness(self) -> str:
@@ -195,24 +194,29 @@ class Steward:
         if not self.active:
             return f"would lower max_staleness to {lower}"
         self.gate.lower(lower)
-        self._lowered += 1
+        self._max_staleness = lower
         return f"lowered max_staleness to {lower}"
 
     def _raise_precision(self) -> str:
         """Both sides must change over together, so it is left to whoever builds them."""
-        if self._refined >= len(self.precisions):
+        higher = _next(self.precisions, self._precision)
+        if higher is None:
             return "cannot raise the precision of sampling: it is the learner's own"
-        higher = self.precisions[self._refined]
         if not self.active:
             return f"would raise the precision of sampling to {higher}"
-        self._refined += 1
+        self._precision = higher
         self.moving = True
         return f"raised the precision of sampling to {higher}"
 
     def state(self) -> dict[str, Any]:
-        """For a resumed run, which goes on with what was changed. The learner keeps its correction itself."""
-        changes = {"raised": self._raised, "lowered": self._lowered, "refined": self._refined}
-        return {**self._governor.state(), "late": dict(self._late), **changes}
+        """For a resumed run, which goes on with what was changed. What it was changed to is kept, not by how much: the
+        recipe it goes on with may start elsewhere. The learner keeps its correction itself."""
+        changed = {
+            "correction": self._correction,
+            "precision": self._precision,
+            "max_staleness": self._max_staleness,
+        }
+        return {**self._governor.state(), "late": dict(self._late), **changed}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Brings the gate to where `state` left it; the roles were built by it. An empty one is that of a new run."""
@@ -220,10 +224,18 @@ class Steward:
             return
         self._governor.load(state)
         self._late = dict(state["late"])
-        self._raised, self._lowered, self._refined = state["raised"], state["lowered"], state["refined"]
-        self.gate.lower(max(0, self.gate.max_staleness - self._lowered))
+        self._correction, self._precision = state["correction"], state["precision"]
+        self._max_staleness = state["max_staleness"]
+        if self._max_staleness is not None:
+            self.gate.lower(min(self._max_staleness, self.gate.max_staleness))
 
 
-def times_raised(state: Mapping[str, Any]) -> int:
-    """How many rungs above the recipe's precision a run samples whose steward has this state."""
-    return state["refined"] if state else 0
+def _next(rungs: Sequence[str], reached: str | None) -> str | None:
+    """The rung above `reached`: the first, if it is none of them because the recipe itself stands as high."""
+    above = rungs[rungs.index(reached) + 1 :] if reached in rungs else rungs
+    return above[0] if above else None
+
+
+def raised_precision(state: Mapping[str, Any]) -> str | None:
+    """What a run whose steward has this state raised the precision of sampling to; None: it never did."""
+    return state["precision"] if state else None

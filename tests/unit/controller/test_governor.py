@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from test_loop import Lab
 
-from lockstep.controller.governor import DEFAULT_RULES, Governor, GovernorConfig, Halted, times_raised
+from lockstep.controller.governor import DEFAULT_RULES, Governor, GovernorConfig, Halted, raised_precision
 from lockstep.controller.rules import ACTIONS, parse
 
 ALWAYS = "mismatch/k3 >= 0"
@@ -148,20 +148,53 @@ def test_staleness_is_lowered_and_its_bound_holds(tmp_path: Path) -> None:
 def test_precision_is_raised_rung_by_rung_by_runs_that_end_to_be_built_anew(tmp_path: Path) -> None:
     made = lab(tmp_path, f"raise_precision when {ALWAYS}", cooldown=2)
     made.precisions = ("int8_w8a8", "high")
-    ended: list[tuple[int, int, bool]] = []
+    ended: list[tuple[int, str | None, bool]] = []
     whats: list[str] = []
     for _ in range(3):
         made.renew()
         controller = made.controller()
         progress = made.run(controller)
-        ended.append((progress.step, times_raised(progress.governor), controller.to_be_rebuilt))
+        ended.append((progress.step, raised_precision(progress.governor), controller.to_be_rebuilt))
         whats += [text.split(": ", 1)[1] for _, text in told(made)]
-    assert ended == [(1, 1, True), (3, 2, True), (6, 2, False)]
+    assert ended == [(1, "int8_w8a8", True), (3, "high", True), (6, "high", False)]
     assert whats == [
         "raised the precision of sampling to int8_w8a8; mismatch/k3 0",
         "raised the precision of sampling to high; mismatch/k3 0",
         "cannot raise the precision of sampling: it is the learner's own; mismatch/k3 0",
     ]
+
+
+@pytest.mark.parametrize(
+    ("resumed_with", "then"),
+    [(("int8_w8a8", "high"), "high"), (("high",), "high"), ((), None)],  # as recipes in 4, 8 and all bits give
+)
+def test_a_run_resumed_with_another_precision_climbs_from_where_it_stands(
+    tmp_path: Path, resumed_with: tuple[str, ...], then: str | None
+) -> None:
+    """It was at 8 bits: not a number of rungs, which would mean something else on a shorter ladder."""
+    made = lab(tmp_path, f"raise_precision when {ALWAYS}", cooldown=1)
+    made.precisions = ("int8_w8a8", "high")
+    assert raised_precision(made.run().governor) == "int8_w8a8"
+    made.renew()
+    made.precisions = resumed_with
+    made.run()
+    assert (
+        told(made)[0][1]
+        .split(": ", 1)[1]
+        .startswith(f"raised the precision of sampling to {then}" if then else "cannot raise the precision of sampling")
+    )
+
+
+@pytest.mark.parametrize(("resumed_with", "bound"), [(3, 1), (2, 1), (1, 1), (0, 0)])
+def test_a_run_resumed_with_another_staleness_keeps_to_the_lower_bound(
+    tmp_path: Path, resumed_with: int, bound: int
+) -> None:
+    made = lab(tmp_path, f"lower_staleness when {ALWAYS}", steps=2, max_staleness=2)
+    made.run()
+    again = lab(tmp_path, f"lower_staleness when {ALWAYS}", steps=4, max_staleness=resumed_with)
+    controller = again.controller()
+    again.run(controller)
+    assert (controller.gate.max_staleness, told(again)) == (bound, [])
 
 
 def test_a_request_to_stop_is_stronger_than_a_raised_precision(tmp_path: Path) -> None:
