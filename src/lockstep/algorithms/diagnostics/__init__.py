@@ -1,4 +1,4 @@
-"""How far the sampler is from the learner and what the objective did about it: math.md's diagnostics, every step.
+"""How far the sampler is from the learner and what the objective did about it, every step.
 
 Sums are taken per token and micro-batch on the device (`tally_*`), added up over micro-batches and ranks (`Tally`), and
 turned into figures once, on the host (`metrics`). Nothing here waits for the device before that.
