@@ -10,9 +10,9 @@ import transformers
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from lockstep.config.plugins import choices, load_class
+from lockstep.quant import FORMATS
 from lockstep.quant.format import Format
 
-FOLDER = "lockstep.quant.formats"
 COMMON: dict[str, Any] = {
     "vocab_size": 64,
     "hidden_size": 32,
@@ -43,7 +43,7 @@ def build(name: str, **options: Any) -> PreTrainedModel:
 
 
 def all_formats() -> list[Format]:
-    return [variant for name in choices(FOLDER) for variant in _variants(load_class(FOLDER, name))]
+    return [variant for name in choices(FORMATS) for variant in _variants(load_class(FORMATS, name))]
 
 
 def _variants(cls: Any) -> list[Format]:

@@ -150,6 +150,9 @@ class Judge(Protocol):
     async def close(self) -> None: ...
 
 
+GOVERNOR = "governor"  # the kind of its events; their text is "rule: what it did; the metrics it looked at"
+
+
 class Recorder(Protocol):
     """Where a run writes what happened. Never blocks for long; a full disk raises OSError with the path."""
 

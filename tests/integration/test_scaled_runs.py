@@ -11,12 +11,13 @@ from rich.console import Console
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from lockstep.assembly.export import FORMATS, export
+from lockstep.assembly.export import export
 from lockstep.assembly.recipe import Recipe
 from lockstep.assembly.run import train
 from lockstep.cli.exporting import export_checkpoint
 from lockstep.config import ConfigError, Plugin, load
 from lockstep.learner.checkpoint import FILE, read_masters
+from lockstep.quant import FORMATS
 from lockstep.quant.formats.int8_w8a8 import INT8W8A8
 
 NORM = "model.layers.0.input_layernorm.weight"

@@ -19,8 +19,6 @@ from lockstep.quant.encoded import Encoded
 from lockstep.quant.format import Format
 from lockstep.quant.layers import QuantizedLayer, quantized_layers
 
-FORMATS = "lockstep.quant.formats"
-
 
 @dataclass(frozen=True, slots=True)
 class Exported:

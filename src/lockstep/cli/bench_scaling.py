@@ -30,11 +30,11 @@ from lockstep.config.plugins import load_class
 from lockstep.learner.checkpoint import read_masters
 from lockstep.models.loading import ModelConfig, load
 from lockstep.models.scaling import Scaling, find_scaling
+from lockstep.quant import FORMATS
 from lockstep.quant.format import Format
 from lockstep.quant.layers import quantized_layers
 from lockstep.report.run_folder import RunFolder
 
-FORMATS = "lockstep.quant.formats"
 RECIPE = "quickstart"
 ARMS = ("none", "weights", "rates")
 # Adam, as in the paper. No clipping: a scale changes the norm of the gradient, and not what it says.

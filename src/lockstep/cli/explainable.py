@@ -7,6 +7,7 @@ from pathlib import Path
 
 from lockstep.config import choices
 from lockstep.metrics import METRICS
+from lockstep.quant import FORMATS
 
 FAMILIES = {
     "lockstep.algorithms.surrogates": "surrogate",
@@ -14,7 +15,7 @@ FAMILIES = {
     "lockstep.algorithms.advantages": "advantage",
     "lockstep.algorithms.reductions": "reduction",
     "lockstep.algorithms.kl": "KL estimator",
-    "lockstep.quant.formats": "low-bit format",
+    FORMATS: "low-bit format",
     "lockstep.learner.optimisers": "optimiser",
 }
 """Folders of plug-ins, and what one of them is called."""

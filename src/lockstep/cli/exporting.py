@@ -6,9 +6,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from lockstep.assembly.export import FORMATS, export
+from lockstep.assembly.export import export
 from lockstep.cli.inference import checkpoint_and_recipe, is_run, resolve_checkpoint
 from lockstep.config import ConfigError, Plugin, choices
+from lockstep.quant import FORMATS
 
 
 def export_checkpoint(checkpoint: str, out: Path, precision: str | None, console: Console) -> None:

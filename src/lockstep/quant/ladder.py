@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from lockstep.config import Plugin
+from lockstep.quant import FORMATS
 
 HIGH = "high"  # how a recipe calls the precision the learner computes in, which is no format
-EIGHT_BITS = Plugin(package="lockstep.quant.formats", name="int8_w8a8")
+EIGHT_BITS = Plugin(package=FORMATS, name="int8_w8a8")
 
 
 def higher(precision: Plugin | None) -> list[Plugin | None]:

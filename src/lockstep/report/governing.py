@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from lockstep.protocols import GOVERNOR
 from lockstep.report.history import History
 from lockstep.report.jsonl import Row
 from lockstep.report.sections import escape
 
-EVENT = "governor"  # the kind of its events; their text is "rule: what it did; the metrics it looked at"
 _SHOWN = 50
 
 
@@ -35,7 +35,7 @@ def banner(run: History) -> str:
 
 
 def firings(run: History) -> list[Row]:
-    return [event for event in run.events if event["kind"] == EVENT]
+    return [event for event in run.events if event["kind"] == GOVERNOR]
 
 
 def _mode(run: History) -> str:

@@ -23,7 +23,7 @@ _FALLEN_PER_STEP = 2  # answers that fell apart, kept whatever `samples_per_step
 
 class RecorderConfig(Config):
     samples_per_step: int = Field(default=2, ge=0)
-    """Groups whose answers are kept per step; as many again if a reward failed in them, and 2 answers that fell apart."""
+    """Groups whose answers are kept per step; as many again if a reward failed, and 2 answers that fell apart."""
 
     wandb: bool = False
     """Also log to Weights & Biases (needs `pip install wandb`)."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -125,12 +126,15 @@ def test_the_command() -> None:
 
 
 def test_shells_are_told_names_without_loading_a_model() -> None:
+    """Asked as a shell asks: the words so far, and which of them is being typed."""
+    asked = {"_LOCKSTEP_COMPLETE": "complete_bash", "COMP_WORDS": "lockstep explain tb", "COMP_CWORD": "2"}
     code = (
-        "import sys; from lockstep.cli.app import _explainable as n; print(n('tb')); sys.exit('torch' in sys.modules)"
+        "import atexit, os, sys; sys.argv = ['lockstep']; from lockstep.cli import main\n"
+        "atexit.register(lambda: 'torch' in sys.modules and os._exit(9)); main()"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", code], env=os.environ | asked, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "['tbpo']"
+    assert done.stdout.split() == ["tbpo"]
     assert {*PRESETS.names(), *choices(SURROGATES)} <= set(names())
 
 
