@@ -24,13 +24,13 @@ experts = pytest.mark.parametrize("experts", [DENSE, MIXTURE], ids=["dense", "mi
 memory = pytest.mark.parametrize("max_staleness", [SHARED, OWN_BUFFERS], ids=["shared", "own-buffers"])
 
 
-def gaps_over_updates(precision: object, **settings: object) -> list[Tensor]:
-    """Before the first and after each of two steps."""
+def gaps_over_updates(precision: object, steps: int = 1, **settings: object) -> list[Tensor]:
+    """Before the first and after each step."""
 
     async def run() -> list[Tensor]:
         async with started(make_recipe(precision, **settings)) as roles:  # type: ignore[arg-type]
             found = [await gaps(roles)]
-            for _ in range(2):
+            for _ in range(steps):
                 await take_step(roles)
                 found.append(await gaps(roles))
             return found
@@ -59,7 +59,8 @@ def test_so_it_does_whoever_owns_the_memory() -> None:
 
 
 def test_so_it_does_after_several_updates_of_a_scaled_model() -> None:
-    assert_aligned(gaps_over_updates("w4a16", mini_steps=2, update_scale=1.5, max_staleness=OWN_BUFFERS))
+    found = gaps_over_updates("w4a16", steps=3, mini_steps=2, update_scale=1.5, max_staleness=OWN_BUFFERS)
+    assert_aligned(found)
 
 
 @four_bits
