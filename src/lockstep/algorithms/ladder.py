@@ -1,13 +1,22 @@
-"""Corrections by strength: what the governor climbs when sampler and learner drift apart."""
+"""Corrections by strength: what the governor climbs when sampler and learner drift apart.
+
+none → tis → icepop, which leaves out what tis cuts: its upper bound is tis's cap C. A higher rung trusts the sampled
+tokens less: under the sampler's distribution the mean weight never grows, 1 ≥ E[min(w, C)] ≥ E[w·1(α ≤ w ≤ C)], and
+from tis on not even the weight of a single token does. Corrections of whole sequences are no rungs: the product over
+an answer may be larger or smaller than the weight of any of its tokens.
+"""
 
 from __future__ import annotations
 
+from typing import Any
+
 from pydantic import ValidationError
 
-from lockstep.algorithms.config import AlgorithmConfig
+from lockstep.algorithms.config import CORRECTIONS, AlgorithmConfig
+from lockstep.config import Plugin
 
-LADDER = ("none", "tis", "icepop", "mis")
-"""Weakest first: nothing; weights with a cap; tokens that disagree too much left out; whole answers left out."""
+LADDER = ("none", "tis", "icepop")
+TIS = Plugin(package=CORRECTIONS, name="tis")
 
 
 def stronger(algorithm: AlgorithmConfig) -> list[str]:
@@ -22,9 +31,17 @@ def stronger(algorithm: AlgorithmConfig) -> list[str]:
     return [name for name in above if _accepts(algorithm, name)]
 
 
+def as_rung(algorithm: AlgorithmConfig, name: str) -> str | dict[str, Any]:
+    """The correction as a recipe would say it. C is the cap of the algorithm's own tis, or else the usual one."""
+    if name != "icepop":
+        return name
+    tis = next((correction for correction in algorithm.correction_plugins if correction.name == "tis"), TIS)
+    return {"name": name, "high": tis.build().cap}
+
+
 def _accepts(algorithm: AlgorithmConfig, correction: str) -> bool:
     try:
-        AlgorithmConfig.model_validate(algorithm.model_dump() | {"correction": correction})
+        AlgorithmConfig.model_validate(algorithm.model_dump() | {"correction": as_rung(algorithm, correction)})
     except ValidationError:
         return False
     return True

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from lockstep.algorithms.config import AlgorithmConfig
 from lockstep.algorithms.diagnostics import metrics
+from lockstep.algorithms.ladder import as_rung
 from lockstep.algorithms.supervised import CROSS_ENTROPY
 from lockstep.config.loading import validate
 from lockstep.data.packing import example_row
@@ -122,8 +123,11 @@ class LearnerCore:
         self._busy += time.perf_counter() - start
 
     def set_correction(self, name: str) -> None:
-        """From the next step on and in its checkpoints; ConfigError if there is none or the surrogate refuses it."""
-        tables = self.algorithm.model_dump() | {"correction": name}
+        """From the next step on and in its checkpoints, with the options it has on the ladder.
+
+        ConfigError if there is none or the surrogate refuses it.
+        """
+        tables = self.algorithm.model_dump() | {"correction": as_rung(self.algorithm, name)}
         algorithm = validate(AlgorithmConfig, tables, f"correction {name!r}")
         self.algorithm, self.objective, self._correction = algorithm, algorithm.build_objective(), name
 
