@@ -11,10 +11,11 @@ from torch import Tensor
 from lockstep.config import Plugin
 from lockstep.models.lowbit import LowBitWeights
 from lockstep.models.tiny import TinyModel, tiny_model
+from lockstep.quant import FORMATS
 from lockstep.quant.encoded import Encoded
 from lockstep.quant.format import Format
 from lockstep.quant.formats.w4a16 import W4A16
-from quant_support import FOLDER, all_formats
+from quant_support import all_formats
 from role_support import as_written, engine_formats, engine_state, gaps, low_bit_of, make_recipe, started, take_step
 
 DENSE, MIXTURE = 0, 4
@@ -139,7 +140,7 @@ def test_changed_codes_are_counted_against_what_was_published(mini_steps: int) -
 def test_bytes_of_a_sync(precision: str, share: float, experts: int) -> None:
     """Of what the matrices take in bfloat16: about a quarter with 4 bits, scales included, half with 8."""
     module = tiny_model(TinyModel(hidden=256, layers=1, experts=experts), seed=0)
-    low_bit = LowBitWeights(module, Plugin(package=FOLDER, name=precision))
+    low_bit = LowBitWeights(module, Plugin(package=FORMATS, name=precision))
     published = sum(tensor.nbytes for tensor in low_bit.publish().values())
     weights = sum(module.get_parameter(layer.name).numel() for layer in low_bit.layers)
     assert share - 0.02 < published / (2 * weights) < share
