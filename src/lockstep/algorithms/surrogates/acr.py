@@ -19,7 +19,7 @@ class ACR:
     """−min(r·A, clip(r, 1−ε, (1+ε)/ρ)·A);  ρ = min(1, C/w) detached, r = exp(ℓ − ℓp), w = exp(ℓp − ℓb).
 
     It equals PPO's clip wherever w ≤ C or A < 0. The largest bound of a step is (1+ε)·max(1, w/C) of the metric
-    `mismatch/w_max`: with a w of 1e5 it is in effect gone.
+    `mismatch/adv_pos/w_max`: with a w of 1e5 it is in effect gone.
     """
 
     companions: ClassVar[Companions] = Companions(advantage="grpo", reduction="seq_mean", shares="cap")
