@@ -19,8 +19,9 @@ from lockstep.protocols import GOVERNOR, Learner, Recorder
 
 DEFAULT = "default"
 DEFAULT_RULES = (
-    "drift: raise_correction, raise_precision when mismatch/lag0/k3 > 0.001 over 3 steps"
-    " and mismatch/lag0/pearson < 0.97 over 3 steps and mismatch/prob0.1/f2 > 0.2 over 3 steps",
+    "drift: raise_correction, raise_precision when mismatch/prob0.1/f2 > 0.2 over 3 steps"
+    " and mismatch/prob0.1/tokens > 5 over 3 steps and mismatch/lag0/pearson < 0.97 over 3 steps"
+    " and mismatch/lag0/k3 > 0.002 over 3 steps",
     "apart: raise_correction, raise_precision when mismatch/lag0/k3 > 0.01 over 3 steps"
     " and mismatch/lag0/k3 > 2 x early over 3 steps and mismatch/lag0/f2 > 2 x early over 3 steps for 3 steps",
     "stale: lower_staleness when rollout/lag_mean > 0 and mismatch/k3 > 0.01 over 3 steps"
