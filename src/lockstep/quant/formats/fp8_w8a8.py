@@ -20,6 +20,7 @@ class FP8W8A8(Format):
 
     bits: ClassVar[int] = 8
     block: bool = False
+    """A scale per 128×128 block of weights and per 128 inputs, in place of one per channel and token."""
 
     @property
     def operation(self) -> str:

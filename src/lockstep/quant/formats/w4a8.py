@@ -20,6 +20,7 @@ class W4A8(Format):
 
     bits: ClassVar[int] = 4
     inputs: Literal["int8", "fp8"] = "int8"
+    """What inputs are encoded in."""
 
     @property
     def operation(self) -> str:
