@@ -121,7 +121,7 @@ def compare(
     threads = threads or os.cpu_count() or 1
     # Threads that spin while they wait for each other slow TRL far more than Lockstep when others use the cores too.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    _quiet()
+    quiet()
     console.print(f"{conditions(threads)}; {steps} steps each, in turns, after {warmup} to warm up", highlight=False)
     results: dict[Setting, list[Measured]] = {}
     for setting in (SETTINGS[name] for name in names or SETTINGS):
@@ -188,7 +188,7 @@ def end_by_chance(model: PreTrainedModel, end: int, chance: float) -> None:
 
 def lockstep_side(turn: Turn, setting: Setting, folder: Path, steps: int, threads: int) -> None:
     """A recipe's roles under the controller, recording into a run folder as `lockstep train` does."""
-    _quiet()
+    quiet()
     torch.set_num_threads(threads)
     recipe = validate(Recipe, recipe_tables(setting, folder / "model", steps), "bench trl")
     run_folder = RunFolder.create(folder / "run")
@@ -270,7 +270,7 @@ def trl_side(turn: Turn, setting: Setting, folder: Path, steps: int, threads: in
         turn.count(len(completions), sum(map(len, completion_ids)))
         return [share_of_digits(answer) for answer in completions]
 
-    _quiet()
+    quiet()
     torch.set_num_threads(threads)
     model = folder / "model"
     trainer = GRPOTrainer(
@@ -365,7 +365,7 @@ def conditions(threads: int) -> str:
     return f"{processor()}, {os.cpu_count()} cores, {threads} threads per side, float32; {versions}"
 
 
-def _quiet() -> None:
+def quiet() -> None:
     """Bars of libraries, and transformers' warning where the end token cannot be sampled: that is the point of it."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
