@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from lockstep.learner.ranks import Ranks
 from lockstep.models.head import find_head
+from lockstep.models.routing import decoder_layers
 
 
 def prepare(module: PreTrainedModel, dtype: torch.dtype, recompute: bool, ranks: Ranks) -> None:
@@ -46,15 +47,6 @@ def _cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:
     """Buffers keep theirs: rotary frequencies are float32 in a model of any dtype."""
     for parameter in module.parameters():
         parameter.data = parameter.data.to(dtype)
-
-
-def decoder_layers(module: PreTrainedModel) -> list[nn.Module]:
-    """The blocks that transformers itself says must stay whole."""
-    names = set(module._no_split_modules or ())
-    layers = [child for child in module.modules() if type(child).__name__ in names]
-    if not layers:
-        raise ValueError(f"{type(module).__name__} names no decoder layers, so it cannot be sharded or checkpointed")
-    return layers
 
 
 def full_weights(
