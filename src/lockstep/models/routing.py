@@ -11,8 +11,7 @@ the call under way, also when activation checkpointing calls it again, long afte
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -23,23 +22,32 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from lockstep.config import ConfigError
+from lockstep.models.twins import twin
 
 
 class Routing(Protocol):
     """What a forward does with the routers' choices. Its argument `lockstep` carries one, or None: live routing."""
 
-    def choose(self, number: int, live: Tensor) -> Tensor:
-        """Expert ids [tokens, top-k] to use, given those the router picks now. `number` counts MoE layers from 0."""
+    def choose(self, number: int, live: Tensor, scores: Tensor) -> Tensor:
+        """Expert ids [tokens, top-k] to use, given those the router picks now by `scores` [tokens, experts].
+
+        `number` counts the layers that have experts, from 0.
+        """
         ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Routers:
-    """What the routers of a model choose from."""
+    """Where the routers of a model are, and what they choose from."""
 
-    num_layers: int  # MoE layers: dense ones between them do not count
+    layers: tuple[str, ...]  # names of the decoder layers with experts: dense ones between them do not count
+    modules: tuple[str, ...]  # in each, the smallest module that makes the choice
     num_experts: int
     top_k: int
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -47,22 +55,38 @@ class Routers:
         return torch.uint8 if self.num_experts <= 256 else torch.int16  # torch can do little with uint16
 
 
-def install_routing(module: PreTrainedModel) -> Routers | None:
-    """Makes the routers of a view obey `lockstep.routing`; None for a dense model. Before layers are checkpointed.
+def find_routers(module: PreTrainedModel) -> Routers | None:
+    """Of a model as it was loaded; None if it is dense. ConfigError if its routes could not be replayed faithfully.
 
-    ConfigError if this architecture's routers do not choose as described above.
+    That is measured on a few tokens: every router chooses once, its own choice replayed gives the very same logits, and
+    any other experts give other ones.
     """
-    blocks = [(layer, *_moe_block(layer)) for layer in decoder_layers(module) if _moe_block(layer)]
+    view = _copy(module)
+    blocks = {layer: block for layer in decoder_layers(view) if (block := _moe_block(layer))}
     if not blocks:
         return None
-    seats = [_Seat(number, layer, block, num_experts) for number, (layer, block, num_experts) in enumerate(blocks)]
-    _probe(module, seats)
-    kinds = {(seat.num_experts, seat.top_k) for seat in seats}
+    choices = _watch(view, dict(blocks.values()))
+    choosers = [_chooser(view, block, choices) for block, _ in blocks.values()]
+    kinds = {(size, *choices[part]) for (_, size), part in zip(blocks.values(), choosers, strict=True)}
     if len(kinds) > 1:
-        raise ConfigError(f"{type(module).__name__} cannot be replayed: its layers choose differently, {sorted(kinds)}")
-    for seat in seats:
-        seat.install()
-    return Routers(len(seats), *kinds.pop())
+        raise _refused(module, f"its layers choose differently: {sorted(kinds)} (experts, top-k)")
+    names = {child: name for name, child in view.named_modules()}
+    num_experts, top_k = kinds.pop()
+    routers = Routers(
+        layers=tuple(names[layer] for layer in blocks),
+        modules=tuple(names[part] for part in choosers),
+        num_experts=num_experts,
+        top_k=top_k,
+    )
+    _prove(module, routers)
+    return routers
+
+
+def install_routing(view: PreTrainedModel, routers: Routers) -> None:
+    """Makes a view's routers obey `lockstep.routing`. Before its layers are checkpointed: what is wrapped must be what
+    a recomputation repeats."""
+    for number, (layer, router) in enumerate(zip(routers.layers, routers.modules, strict=True)):
+        _Seat(number, routers).install(view.get_submodule(layer), view.get_submodule(router))
 
 
 def decoder_layers(module: PreTrainedModel) -> list[nn.Module]:
@@ -74,7 +98,7 @@ def decoder_layers(module: PreTrainedModel) -> list[nn.Module]:
     return layers
 
 
-def _moe_block(layer: nn.Module) -> tuple[nn.Module, int] | tuple[()]:
+def _moe_block(layer: nn.Module) -> tuple[nn.Module, int] | None:
     """The part of a layer that holds `experts`, and how many there are."""
     for part in layer.modules():
         experts = getattr(part, "experts", None)
@@ -82,21 +106,20 @@ def _moe_block(layer: nn.Module) -> tuple[nn.Module, int] | tuple[()]:
             return part, len(experts)
         if isinstance(experts, nn.Module):
             return part, next(p.shape[0] for p in experts.parameters() if p.ndim == 3)
-    return ()
+    return None
 
 
 class _Seat:
     """A router in its layer, and the call it works for."""
 
-    def __init__(self, number: int, layer: nn.Module, block: nn.Module, num_experts: int) -> None:
-        self.number, self.layer, self.block, self.num_experts = number, layer, block, num_experts
-        self.router, self.top_k = block, 0  # until probed
+    def __init__(self, number: int, routers: Routers) -> None:
+        self.number, self.routers = number, routers
         self.current: Routing | None = None
 
-    def install(self) -> None:
+    def install(self, layer: nn.Module, router: nn.Module) -> None:
         """The layer binds, the router obeys. Wrapped are `forward`s, not calls: checkpointing repeats those."""
-        self.layer.forward = partial(self._run_layer, self.layer.forward)
-        self.router.forward = partial(self._run_router, self.router.forward)
+        router.forward = partial(self._run_router, router.forward)
+        layer.forward = partial(self._run_layer, layer.forward)
 
     def _run_layer(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         before, lockstep = self.current, kwargs.get("lockstep")
@@ -109,16 +132,16 @@ class _Seat:
     def _run_router(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self.current is None:
             return forward(*args, **kwargs)
-        with _Answered(self.num_experts, partial(self.current.choose, self.number)) as answered:
+        with _Answered(self.routers.num_experts, partial(self.current.choose, self.number)) as answered:
             result = forward(*args, **kwargs)
-        assert answered.top_ks == [self.top_k], "a router must choose once"
+        assert answered.top_ks == [self.routers.top_k], "a router must choose once"
         return result
 
 
 class _Answered(TorchFunctionMode):
-    """Lets `choose` answer every topk over [tokens, experts]; all else runs as it is."""
+    """Lets `choose(live, scores)` answer every topk over [tokens, experts]; all else runs as it is."""
 
-    def __init__(self, num_experts: int, choose: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, num_experts: int, choose: Callable[[Tensor, Tensor], Tensor]) -> None:
         super().__init__()
         self._num_experts, self._choose = num_experts, choose
         self.top_ks: list[int] = []
@@ -128,35 +151,101 @@ class _Answered(TorchFunctionMode):
         if func not in (torch.topk, Tensor.topk) or args[0].ndim != 2 or args[0].shape[1] != self._num_experts:
             return result
         self.top_ks.append(result.indices.shape[1])
-        ids = self._choose(result.indices)
+        ids = self._choose(result.indices, args[0])
         return result if ids is result.indices else torch.return_types.topk((args[0].gather(1, ids), ids))
 
 
-@torch.no_grad()
-def _probe(module: PreTrainedModel, seats: Sequence[_Seat]) -> None:
-    """Finds in each block the smallest module that makes the choice, by watching one plain forward."""
-    watched = {part: seat for seat in seats for part in (*seat.block.children(), seat.block)}
-    found: dict[nn.Module, list[int]] = {}
+def _copy(module: PreTrainedModel) -> PreTrainedModel:
+    """To be taken apart: the same weights in modules of their own."""
+    return twin(module, module.config._attn_implementation or "eager", share=True)
 
-    def watch(part: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            with _Answered(watched[part].num_experts, lambda live: live) as answered:
-                result = forward(*args, **kwargs)
-            found[part] = answered.top_ks
-            return result
 
-        return run
+@torch.inference_mode()
+def _watch(view: PreTrainedModel, num_experts: Mapping[nn.Module, int]) -> dict[nn.Module, list[int]]:
+    """The top-k of every choice that a block, or a child of it, makes in one plain forward."""
+    choices: dict[nn.Module, list[int]] = {}
 
-    with ExitStack() as stack:
-        for part in watched:
-            stack.callback(setattr, part, "forward", part.forward)
-            part.forward = watch(part, part.forward)
-        module(input_ids=torch.zeros(1, 2, dtype=torch.long, device=module.device), use_cache=False)
-    for part, seat in watched.items():  # children before their block
-        if not seat.top_k and len(found.get(part, ())) == 1:
-            seat.router, seat.top_k = part, found[part][0]
-    if lost := [seat for seat in seats if not seat.top_k]:
-        raise ConfigError(
-            f"{type(module).__name__} cannot be replayed: its {type(lost[0].block).__name__} does not choose experts "
-            "with one topk; learner.routing=off does without"
-        )
+    def watched(part: nn.Module, size: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with _Answered(size, lambda live, scores: live) as answered:
+            result = forward(*args, **kwargs)
+        choices[part] = answered.top_ks
+        return result
+
+    for block, size in num_experts.items():
+        for part in (block, *block.children()):
+            part.forward = partial(watched, part, size, part.forward)
+    view(input_ids=_probe_tokens(view), use_cache=False)
+    return choices
+
+
+def _chooser(view: PreTrainedModel, block: nn.Module, choices: Mapping[nn.Module, list[int]]) -> nn.Module:
+    """A child if it makes the choice, else the block itself."""
+    for part in (*block.children(), block):
+        if len(choices.get(part, ())) == 1:
+            return part
+    raise _refused(view, f"{type(block).__name__} does not choose its experts with one topk")
+
+
+def _probe_tokens(module: PreTrainedModel) -> Tensor:
+    vocab = module.config.get_text_config().vocab_size
+    return (torch.arange(1, 9, device=module.device) * 7919 % vocab)[None]
+
+
+class _Noted:
+    """The routers' own choice, by layer."""
+
+    def __init__(self) -> None:
+        self.ids: dict[int, Tensor] = {}
+
+    def choose(self, number: int, live: Tensor, scores: Tensor) -> Tensor:
+        self.ids[number] = live
+        return live
+
+
+class _Told:
+    def __init__(self, ids: Mapping[int, Tensor]) -> None:
+        self.ids = ids
+
+    def choose(self, number: int, live: Tensor, scores: Tensor) -> Tensor:
+        return self.ids[number].clone()
+
+
+class _Unlikely:
+    """The experts a router would choose last, but for the very last `spare`."""
+
+    def __init__(self, spare: int) -> None:
+        self.spare = spare
+
+    def choose(self, number: int, live: Tensor, scores: Tensor) -> Tensor:
+        return scores.argsort(dim=-1)[:, self.spare : self.spare + live.shape[1]]
+
+
+@dataclass
+class _Probe:
+    routing: Routing
+
+
+@torch.inference_mode()
+def _prove(module: PreTrainedModel, routers: Routers) -> None:
+    """A router that weighs experts by scores it has masked (group-limited, as some of DeepSeek-V2) gives those outside
+    of its own groups no weight, so that unlikely experts are all the same to it: not its rule on what was recorded."""
+    view = _copy(module)
+    install_routing(view, routers)
+
+    def logits(routing: Routing) -> Tensor:
+        return view(input_ids=_probe_tokens(view), use_cache=False, lockstep=_Probe(routing)).logits
+
+    noted = _Noted()
+    live = logits(noted)
+    if len(noted.ids) != routers.num_layers:
+        raise _refused(module, f"{len(noted.ids)} of {routers.num_layers} layers hand down what they are called with")
+    if not torch.equal(logits(_Told(noted.ids)), live):
+        raise _refused(module, "the routers' own choice, replayed, gives other logits")
+    if routers.top_k < routers.num_experts and torch.equal(logits(_Unlikely(0)), logits(_Unlikely(1))):
+        raise _refused(module, "its routers give no weight to experts that they would not choose themselves")
+
+
+def _refused(module: PreTrainedModel, reason: str) -> ConfigError:
+    return ConfigError(
+        f"the expert routes of {type(module).__name__} cannot be replayed: {reason}; learner.routing = off does without"
+    )
