@@ -69,6 +69,15 @@ class Request:
     uid: str  # "17/3": sample 3 of group 17
     tokens: tuple[int, ...]  # everything before the first sampled token, never re-tokenised
     params: SamplingParams
+    num_routed: int = 0  # leading tokens whose expert routes an earlier turn brought: only later ones come back
+
+
+@dataclass(frozen=True, slots=True)
+class Routes:
+    """Which experts every router chose, a row per forwarded token: all of a sequence but the last one sampled."""
+
+    ids: Tensor  # [rows, MoE layers, top-k] uint8, or int16 with more than 256 experts
+    versions: Tensor  # [rows] int32, of the weights that chose; -1 where a row was lost
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +89,7 @@ class Completion:
     logp: list[float]  # under the distribution the token was really drawn from
     versions: list[int]  # the weight version that drew the token
     stop_reason: StopReason
+    routes: Routes | None = None  # from token `num_routed` on; None: a dense model, or nobody records them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +131,7 @@ class Trajectory:
     verdict: Verdict
     text: str  # the response as the reward saw it
     flaws: tuple[str, ...] = ()  # of FLAWS
-    routes: Tensor | None = None  # [T-1, MoE layers, top-k] expert ids
+    routes: Routes | None = None  # T-1 rows
     media: Mapping[str, Tensor] = field(default_factory=dict)
 
     @property
@@ -200,7 +210,8 @@ class Batch:
     returns: Tensor | None = None  # [N] float32, what a value head should predict
     values: Tensor | None = None  # [N] float32, what it predicted before the step
     shared: Tensor | None = None  # [N] int64, the first place with the same token and the same past; None: no sharing
-    routes: Tensor | None = None
+    routes: Tensor | None = None  # [N, MoE layers, top-k] expert ids; None: all routing is live
+    routed: Tensor | None = None  # [N] bool, where `routes` says something; elsewhere routing is live
 
     @property
     def num_seqs(self) -> int:

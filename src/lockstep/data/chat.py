@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 from jinja2 import TemplateError
 
 from lockstep.config import ConfigError
-from lockstep.types import Completion, Message, StopReason, Trajectory, Verdict
+from lockstep.types import Completion, Message, Routes, StopReason, Trajectory, Verdict
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -101,6 +101,12 @@ class Conversation:
     logp_behav: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     stop_reason: StopReason | None = None  # of the last sampled turn
+    routes: list[Routes] = field(default_factory=list)  # of the turns, each from where the one before ended
+
+    @property
+    def num_routed(self) -> int:
+        """Leading tokens whose routes are here: a later turn need not bring them again."""
+        return sum(len(part.ids) for part in self.routes)
 
     def observe(self, tokens: Sequence[int]) -> None:
         """Appends what the model reads but did not write."""
@@ -116,6 +122,8 @@ class Conversation:
         self.logp_behav.extend(completion.logp)
         self.versions.extend(completion.versions)
         self.stop_reason = completion.stop_reason
+        if completion.routes is not None:
+            self.routes.append(completion.routes)
         assert len(self.tokens) == len(self.logp_behav) == len(self.versions), completion.uid
 
     def trajectory(
@@ -136,4 +144,13 @@ class Conversation:
             verdict=verdict,
             text=text,
             flaws=flaws,
+            routes=self._joined_routes(),
         )
+
+    def _joined_routes(self) -> Routes | None:
+        import torch  # as above
+
+        if not self.routes:
+            return None
+        ids, versions = zip(*((part.ids, part.versions) for part in self.routes), strict=True)
+        return Routes(torch.cat(ids), torch.cat(versions))

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedConfig
 
 from lockstep.models.arguments import refuse_unsupported
+from lockstep.models.routing import Routing
 
 NAME = "lockstep_paged"
 
@@ -71,6 +72,7 @@ class PagedStep:
     cache: KVCache
     slots: Tensor  # [N] where each token's key and value are written: page * S + offset
     segments: list[Segment]
+    routing: Routing | None = None  # what the routers of a mixture of experts are told; None: they choose
     calls: list[int] = field(default_factory=list)  # layers that ran, for the self-check
     _masks: dict[tuple[int, int | None], Tensor] = field(default_factory=dict)
 

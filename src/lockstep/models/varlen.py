@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from lockstep.models.arguments import refuse_unsupported
+from lockstep.models.routing import Routing
 
 NAME = "lockstep_varlen"
 
@@ -50,6 +51,7 @@ class Packed:
     cu_seqlens: Tensor  # [B+1] int32, of the sequences in full
     max_seqlen: int
     shared: Shared | None = None
+    routing: Routing | None = None  # what the routers of a mixture of experts are told; None: they choose
     calls: int = field(default=0)
 
     @cached_property

@@ -12,8 +12,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from lockstep.config import ConfigError
 from lockstep.models.operators import engine_operators
 from lockstep.models.paged import KVCache, kv_shape
+from lockstep.models.routes import RouteMemory
+from lockstep.models.routing import Routers
 from lockstep.rollout.config import RolloutConfig
 from lockstep.rollout.pages import PagePool
+from lockstep.rollout.routes import Recorder
 from lockstep.rollout.runner import Runner
 from lockstep.rollout.scheduler import Scheduler
 from lockstep.rollout.sequence import Sequence
@@ -31,7 +34,9 @@ class EngineCore:
         tokenizer: PreTrainedTokenizerBase,
         end_tokens: Seq[int],
         config: RolloutConfig,
+        routers: Routers | None = None,
     ) -> None:
+        """With `routers`, which the module must obey, the experts of every token are recorded."""
         self.module = module
         self.tokenizer = tokenizer
         self.end_tokens = frozenset(end_tokens)
@@ -39,25 +44,34 @@ class EngineCore:
         self.kv_gib = config.kv_gib
         parameter = next(module.parameters())  # of the embedding: matrices may be low-bit
         self.dtype = parameter.dtype
-        num_pages = self._num_pages(config, self.dtype)
+        num_pages = self._num_pages(config, self.dtype, routers)
         self.capacity = num_pages * PAGE_SIZE
         cache = KVCache(
             module.config, num_pages=num_pages, page_size=PAGE_SIZE, dtype=self.dtype, device=parameter.device
         )
+        self.recorder = None
+        if routers is not None:
+            self.recorder = Recorder(RouteMemory(routers, self.capacity, parameter.device), PAGE_SIZE)
         pages_per_seq = min(num_pages, -(-self.context // PAGE_SIZE))
-        self.runner = Runner(module, cache, max_seqs=config.max_seqs, max_pages_per_seq=pages_per_seq)
+        self.runner = Runner(
+            module, cache, max_seqs=config.max_seqs, max_pages_per_seq=pages_per_seq, recorder=self.recorder
+        )
         self.scheduler = Scheduler(
             pool=PagePool(num_pages, PAGE_SIZE),
             max_seqs=config.max_seqs,
             max_step_tokens=max(config.step_tokens, config.max_seqs),
         )
+        if self.recorder is not None:
+            self.scheduler.leaving = self.recorder.leaving
         self._arrivals = 0
+        self._ended: list[Sequence] = []
 
-    def _num_pages(self, config: RolloutConfig, dtype: torch.dtype) -> int:
+    def _num_pages(self, config: RolloutConfig, dtype: torch.dtype, routers: Routers | None) -> int:
         """As many pages as every row could ever fill, or as the memory allows."""
         text = self.module.config.get_text_config()
         heads, key_size, value_size = kv_shape(text)
-        page_bytes = text.num_hidden_layers * PAGE_SIZE * heads * (key_size + value_size) * dtype.itemsize
+        slot_bytes = text.num_hidden_layers * heads * (key_size + value_size) * dtype.itemsize
+        page_bytes = PAGE_SIZE * (slot_bytes + (RouteMemory.slot_bytes(routers) if routers else 0))
         affordable = int(config.kv_gib * 2**30 // page_bytes)
         if not affordable:
             raise ConfigError(
@@ -77,6 +91,8 @@ class EngineCore:
             return "no prompt tokens"
         if num_prompt >= self.context:
             return f"{num_prompt} prompt tokens leave no room in a context of {self.context}"
+        if not 0 <= request.num_routed < num_prompt:
+            return f"num_routed is {request.num_routed} of {num_prompt} prompt tokens"
         if params.max_tokens < 1:
             return f"max_tokens is {params.max_tokens}, at least 1 is needed"
         if (longest := min(num_prompt + params.max_tokens, self.context)) > self.capacity:
@@ -99,13 +115,25 @@ class EngineCore:
         return not self.scheduler.idle
 
     def step(self) -> list[Completion]:
-        """Computes one step; returns what finished with it."""
+        """Computes one step; returns what finished with it, or shortly before."""
         plan = self.scheduler.schedule()
-        tokens, logp = self.runner.run(plan).tolists()
-        return [seq.completion() for seq in self.scheduler.commit(plan, tokens, logp, self._stopped)]
+        tokens, logp = self.runner.run(plan, self.scheduler.version).tolists()
+        self._ended += self.scheduler.commit(plan, tokens, logp, self._stopped)
+        return self._completions(wait=not self.busy)
 
     def abort(self, uids: set[str]) -> list[Completion]:
-        return [seq.completion() for seq in self.scheduler.abort(uids)]
+        self._ended += self.scheduler.abort(uids)
+        return self._completions(wait=True)
+
+    def _completions(self, *, wait: bool) -> list[Completion]:
+        """Of the sequences that have ended and whose routes are on the host; while it has work the engine goes on."""
+        recorder, ended = self.recorder, self._ended
+        if recorder is None:
+            self._ended = []
+            return [seq.completion() for seq in ended]
+        ready = [seq for seq in ended if recorder.arrived(seq, wait=wait)]
+        self._ended = [seq for seq in ended if seq not in ready]
+        return [seq.completion(recorder.take(seq)) for seq in ready]
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Copies weights, by Hugging Face name, into the engine's own buffers: none may be missing, none unknown."""

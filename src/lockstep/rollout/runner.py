@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lockstep.models.paged import KVCache, PagedStep, Segment
+from lockstep.rollout.routes import Recorder
 from lockstep.rollout.sampler import SamplingTable, sample
 from lockstep.rollout.scheduler import Chunk, Plan
 from lockstep.rollout.sequence import Sequence
@@ -31,16 +32,26 @@ class Drawn:
 
 
 class Runner:
-    def __init__(self, module: PreTrainedModel, cache: KVCache, *, max_seqs: int, max_pages_per_seq: int) -> None:
+    def __init__(
+        self,
+        module: PreTrainedModel,
+        cache: KVCache,
+        *,
+        max_seqs: int,
+        max_pages_per_seq: int,
+        recorder: Recorder | None = None,
+    ) -> None:
         self.module = module
         self.cache = cache
+        self.recorder = recorder
         self.device = cache.keys.device
         self.table = torch.zeros(max_seqs, max_pages_per_seq, dtype=torch.int64, device=self.device)
         self.sampling = SamplingTable(max_seqs, module.config.get_text_config().vocab_size, self.device)
         self._written: list[tuple[int, int]] = [(-1, 0)] * max_seqs  # (seating, pages) of what each row holds
 
     @torch.inference_mode()
-    def run(self, plan: Plan) -> Drawn:
+    def run(self, plan: Plan, version: int = 0) -> Drawn:
+        """`version` of the weights: what a mixture's routers chose under another one is not chosen again."""
         for chunk in plan.chunks:
             self._write_row(chunk.seq)
         tokens, positions, slots = self._layout(plan.chunks)
@@ -50,7 +61,8 @@ class Runner:
             last += chunk.end - chunk.start
             if chunk.samples:
                 ends.append(last)
-        step = PagedStep(cache=self.cache, slots=slots, segments=segments)
+        recording = self.recorder.recording(plan, slots, version) if self.recorder else None
+        step = PagedStep(cache=self.cache, slots=slots, segments=segments, routing=recording)
         logits = self.module(
             input_ids=tokens[None],
             position_ids=positions[None],
@@ -58,6 +70,8 @@ class Runner:
             logits_to_keep=self._tensor(ends),
             lockstep=step,
         ).logits[0]
+        if recording is not None:
+            recording.write()
         return self._sample(logits, [c.seq for c in plan.chunks if c.samples])
 
     def _sample(self, logits: Tensor, seqs: list[Sequence]) -> Drawn:

@@ -59,6 +59,9 @@ class Scheduler:
     waiting: deque[Sequence] = field(default_factory=deque)  # oldest first
     running: list[Sequence] = field(default_factory=list)  # oldest first
     counters: Counters = field(default_factory=Counters)
+    leaving: Callable[[Sequence], None] = lambda seq: (
+        None
+    )  # told of every running sequence before it gives up its pages
     _rows: list[int] = field(default_factory=list)
     _seatings: int = 0
 
@@ -91,6 +94,7 @@ class Scheduler:
             seq = chunk.seq
             samples = chunk.samples
             seq.num_computed = chunk.end
+            seq.computed_by += [self.version] * (chunk.end - chunk.start)
             self._cache_full_pages(seq)
             if samples:
                 token, value = next(drawn)
@@ -182,6 +186,7 @@ class Scheduler:
         seq.seating = self._seatings
         self.running.append(seq)
         self.running.sort(key=lambda s: s.arrival)
+        seq.computed_by = [self.version] * seq.num_computed  # cached prefixes are void with every new version
         self.counters.prompt_tokens += len(seq.tokens)
         self.counters.prefix_hit_tokens += seq.num_computed
 
@@ -234,6 +239,7 @@ class Scheduler:
         insort(self.waiting, seq, key=lambda s: s.arrival)
 
     def _leave(self, seq: Sequence) -> None:
+        self.leaving(seq)
         self.running.remove(seq)
         heapq.heappush(self._rows, seq.row)
         seq.row = -1
@@ -242,3 +248,4 @@ class Scheduler:
     def _release(self, seq: Sequence) -> None:
         self.pool.release(seq.pages)
         seq.pages, seq.num_computed, seq.num_cached_pages, seq.node = [], 0, 0, None
+        seq.computed_by = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from lockstep.types import Completion, Request, StopReason
+from lockstep.types import Completion, Request, Routes, StopReason
 
 
 @dataclass(slots=True, eq=False)
@@ -18,6 +18,7 @@ class Sequence:
     versions: list[int] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)
     num_computed: int = 0
+    computed_by: list[int] = field(default_factory=list)  # the weight version of each computed token
     node: int | None = None  # prefix-cache node of the last cached page; None: never shared (mixed weights)
     num_cached_pages: int = 0  # leading pages that are in the prefix cache
     row: int = -1  # row of the block table while running
@@ -36,7 +37,7 @@ class Sequence:
     def sampled(self) -> list[int]:
         return self.tokens[self.num_prompt :]
 
-    def completion(self) -> Completion:
+    def completion(self, routes: Routes | None = None) -> Completion:
         assert self.stop_reason is not None
         return Completion(
             uid=self.request.uid,
@@ -44,4 +45,5 @@ class Sequence:
             logp=self.logp,
             versions=self.versions,
             stop_reason=self.stop_reason,
+            routes=routes,
         )

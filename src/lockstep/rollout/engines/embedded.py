@@ -16,6 +16,7 @@ from lockstep.data.chat import end_tokens
 from lockstep.models import paged
 from lockstep.models.loading import Loaded
 from lockstep.models.lowbit import LowBitWeights
+from lockstep.models.routing import Routers, install_routing
 from lockstep.models.twins import twin
 from lockstep.protocols import WeightStore
 from lockstep.rollout.config import RolloutConfig, UpdatePolicy
@@ -73,18 +74,25 @@ class Embedded:
 
     @classmethod
     def start(
-        cls, loaded: Loaded, config: RolloutConfig, store: WeightStore | None, low_bit: LowBitWeights | None = None
+        cls,
+        loaded: Loaded,
+        config: RolloutConfig,
+        store: WeightStore | None,
+        low_bit: LowBitWeights | None = None,
+        routers: Routers | None = None,
     ) -> Embedded:
         """As every engine of this folder starts: on a loaded model, with buffers of its own if there is a store.
 
-        `low_bit` takes the place of the model's matrices.
+        `low_bit` takes the place of the model's matrices. What `routers` choose is recorded.
         """
         replaced = low_bit.encoded if low_bit is not None else ()
         view = twin(loaded.module, paged.NAME, share=store is None, replaced=replaced)
+        if routers is not None:
+            install_routing(view, routers)
         if low_bit is not None:
             low_bit.run_by_engine(view, share=store is None)
         ends = end_tokens(loaded.tokenizer, loaded.module.generation_config.eos_token_id)  # type: ignore[union-attr]
-        return cls(EngineCore(view, loaded.tokenizer, ends, config), store=store, update=config.update)
+        return cls(EngineCore(view, loaded.tokenizer, ends, config, routers), store=store, update=config.update)
 
     async def generate(self, requests: Sequence[Request]) -> AsyncIterator[Completion]:
         """consumes: requests · waits for: the engine's thread · unblocked by: completions, or the thread's end"""
