@@ -27,6 +27,7 @@ from lockstep.models import loading, varlen
 from lockstep.models.head import install_head
 from lockstep.models.loading import Loaded, ModelConfig
 from lockstep.models.lowbit import LowBitWeights
+from lockstep.models.routing import find_routers, install_routing
 from lockstep.models.selfcheck import self_check
 from lockstep.models.twins import use_attention
 from lockstep.protocols import Bus, Engine, Recorder, Task
@@ -49,14 +50,18 @@ def load_model(recipe: Recipe, checkpoint: Path | str | None = None) -> Loaded:
 class Sampling:
     """What samples and judges: enough to evaluate or generate; training adds a learner."""
 
-    def __init__(self, recipe: Recipe, loaded: Loaded, *, share: bool = True) -> None:
-        """`share`: the engine reads the loaded module's own memory; otherwise it gets buffers of its own."""
+    def __init__(self, recipe: Recipe, loaded: Loaded, *, share: bool = True, record: bool = False) -> None:
+        """`share`: the engine reads the loaded module's own memory; otherwise it gets buffers of its own.
+
+        `record`: answers bring the expert routes that the learner replays.
+        """
         self.recipe = recipe
         self.loaded = loaded
         self.store = weights_memory.Memory(snapshot=not share)
         self.low_bit = low_bit_weights(recipe, loaded)
         start = recipe.rollout.engine.cls.start  # type: ignore[attr-defined]
-        self.engine: Engine = start(loaded, recipe.rollout, None if share else self.store, self.low_bit)
+        routers = find_routers(loaded.module) if record else None
+        self.engine: Engine = start(loaded, recipe.rollout, None if share else self.store, self.low_bit, routers)
 
     @cached_property
     def task(self) -> Task:
@@ -103,7 +108,8 @@ class Training(Sampling):
 
     def __init__(self, recipe: Recipe, loaded: Loaded, recorder: Recorder, *, version: int = 0) -> None:
         ranks = Ranks.current(loaded.module.device)
-        super().__init__(recipe, loaded, share=recipe.train.max_staleness == 0 and ranks.world == 1)
+        share = recipe.train.max_staleness == 0 and ranks.world == 1
+        super().__init__(recipe, loaded, share=share, record=recipe.learner.routing == "r3")
         self.bus: Bus = bus_memory.Memory()
         self.core = learner_core(recipe, loaded, ranks, self.low_bit)
         self.learner = LocalLearner(
@@ -158,11 +164,14 @@ def low_bit_weights(recipe: Recipe, loaded: Loaded) -> LowBitWeights | None:
 def learner_core(recipe: Recipe, loaded: Loaded, ranks: Ranks, low_bit: LowBitWeights | None) -> LearnerCore:
     """The learner's view: the loaded module itself, with packed attention, a log-prob head and, where it is to compute
     what the engine computes, low-bit matrices."""
+    routers = find_routers(loaded.module) if recipe.learner.routing != "off" else None
     update_scale = UpdateScale.of(loaded.module, recipe.learner)
     use_attention(loaded.module, varlen.NAME)
     install_head(loaded.module, with_value=recipe.algorithm.needs_values)
     if low_bit is not None and recipe.learner.alignment == "aligned":
         low_bit.run_by_learner(loaded.module)
+    if routers is not None:
+        install_routing(loaded.module, routers)
     num_updates = recipe.train.steps * recipe.learner.num_updates
     return LearnerCore(
         loaded.module,
@@ -172,4 +181,5 @@ def learner_core(recipe: Recipe, loaded: Loaded, ranks: Ranks, low_bit: LowBitWe
         ranks=ranks,
         update_scale=update_scale,
         low_bit=low_bit,
+        routers=routers,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -26,6 +27,8 @@ class Row:
     logp_ref: Tensor | None = None  # [T] float32, None until the reference has, or without one
     values: Tensor | None = None  # [T] float32
     returns: Tensor | None = None  # [T] float32
+    routes: Tensor | None = None  # [T, MoE layers, top-k] expert ids, to be replayed; None: all routing is live
+    routed: Tensor | None = None  # [T] bool, where there are routes: never at the last token, which nobody forwarded
     alone: bool = False  # no neighbour answers the same prompt, so nobody looks for a prefix they share
 
     def __len__(self) -> int:
@@ -36,9 +39,7 @@ def row_of(trajectory: Trajectory, version: int) -> Row:
     """A trajectory for a learner at `version`, its advantage still zero."""
     if trajectory.mask[0]:
         raise ValueError(f"trajectory {trajectory.uid!r} has a sampled first token: nothing predicts it")
-    if trajectory.routes is not None:
-        raise ValueError(f"trajectory {trajectory.uid!r} carries routes, which packing does not replay")
-    mask = trajectory.mask
+    mask, routes = trajectory.mask, trajectory.routes
     return Row(
         tokens=trajectory.tokens,
         mask=mask,
@@ -46,6 +47,8 @@ def row_of(trajectory: Trajectory, version: int) -> Row:
         advantage=torch.zeros(len(mask)),
         lag=torch.where(mask, version - trajectory.versions, 0).int(),
         temperature=trajectory.temperature,
+        routes=torch.cat([routes.ids, routes.ids.new_zeros(1, *routes.ids.shape[1:])]) if routes else None,
+        routed=torch.cat([routes.versions >= 0, torch.tensor([False])]) if routes else None,
     )
 
 
@@ -111,13 +114,16 @@ def collate(rows: Sequence[Row]) -> Batch:
         shared=shared_prefixes(rows),
         returns=_cat([row.returns for row in rows]),
         values=_cat([row.values for row in rows]),
+        routes=_cat([row.routes for row in rows]),
+        routed=_cat([row.routed for row in rows]),
     )
 
 
 def shared_prefixes(rows: Sequence[Row], worth: float = 0.1) -> Tensor | None:
     """Where the tokens that a row begins with were seen before: answers to one prompt share it, so it runs once.
 
-    A token's activations depend on the tokens up to it alone, so sharing is exact. None if it would save too little.
+    A token's activations depend on the tokens up to it and, where experts are replayed, on theirs, so sharing is exact.
+    None if it would save too little.
     """
     if all(row.alone for row in rows):
         return None
@@ -125,16 +131,25 @@ def shared_prefixes(rows: Sequence[Row], worth: float = 0.1) -> Tensor | None:
     offset = num_shared = 0
     for before, row in pairwise(rows):
         offset += len(before)
-        num = _common_prefix(before.tokens, row.tokens)
+        num = _common_prefix(before, row)
         parts.append(torch.cat([parts[-1][:num], torch.arange(offset + num, offset + len(row))]))
         num_shared += num
     return torch.cat(parts) if num_shared > worth * (offset + len(rows[-1])) else None
 
 
-def _common_prefix(a: Tensor, b: Tensor) -> int:
-    length = min(len(a), len(b))
-    differ = a[:length] != b[:length]
-    return int(differ.int().argmax()) if differ.any() else length
+def _common_prefix(a: Row, b: Row) -> int:
+    """Leading tokens that are the same and go to the same experts."""
+    num = _equal(a.tokens, b.tokens, min(len(a), len(b)))
+    for x, y in ((a.routed, b.routed), (a.routes, b.routes)):
+        if x is not None and y is not None:
+            num = _equal(x, y, num)
+    return num
+
+
+def _equal(a: Tensor, b: Tensor, num: int) -> int:
+    """How many of the first `num` rows are equal before one is not."""
+    differ = (a[:num] != b[:num]).view(num, math.prod(a.shape[1:])).any(1)
+    return int(differ.int().argmax()) if differ.any() else num
 
 
 def _cat(parts: Sequence[Tensor | None]) -> Tensor | None:

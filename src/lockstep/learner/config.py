@@ -36,6 +36,8 @@ class LearnerConfig(Config):
     """What the model computes in; auto is bfloat16 on a GPU and float32 on a CPU. Master weights are float32 always."""
     alignment: Literal["aligned", "none"] = "aligned"
     """With a low-bit rollout.precision: the learner's forward runs the same codes and arithmetic, or stays high."""
+    routing: Literal["r3", "r2", "off"] = "r3"
+    """Experts of a mixture: those the sampler chose, those chosen before the step's first update, or chosen anew."""
     activation_checkpointing: bool = False
     """Compute each layer twice to hold one layer's activations instead of all."""
     update_scale: float = Field(default=1.0, gt=0)

@@ -80,6 +80,7 @@ class Frozen:
     logp: Tensor  # [T]
     logp_ref: Tensor | None  # [T]
     values: Tensor | None  # [T]
+    routes: Tensor | None  # [T, MoE layers, top-k], the experts it ran with, where the row did not bring them all
 
 
 @dataclass
@@ -119,7 +120,8 @@ class Replayed:
             batch, scores = self.updater.score(micro)
             tally_entropy(self.tally, batch, scores.entropy)
             tally_kl(self.tally, batch)
-            columns = (_by_row(micro, x) for x in (scores.logp, batch.logp_ref, scores.value))
+            routes = scores.routed.used() if scores.routed and not all(map(_is_routed, micro)) else None
+            columns = (_by_row(micro, x) for x in (scores.logp, batch.logp_ref, scores.value, routes))
             for row, frozen in zip(micro, map(Frozen, *columns), strict=True):
                 if row in self._place:  # a blank one is not
                     self._frozen[self._place[row]] = frozen
@@ -148,7 +150,15 @@ def _by_row(rows: Sequence[Row], x: Tensor | None) -> Sequence[Any]:
     return [None] * len(rows) if x is None else x.cpu().split([len(row) for row in rows])
 
 
+def _is_routed(row: Row) -> bool:
+    """Every token that counts has its experts: the last one is attended to by none."""
+    return row.routed is not None and bool(row.routed[:-1].all())
+
+
 def _scored(row: Row, frozen: Frozen) -> Row:
+    """With the experts it was scored with, where it did not bring them: all updates of a step run the same ones."""
+    if frozen.routes is not None:
+        row = replace(row, routes=frozen.routes, routed=torch.ones(len(row), dtype=torch.bool))
     return replace(row, logp_prox=frozen.logp, logp_ref=frozen.logp_ref, values=frozen.values)
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from lockstep.algorithms.pieces import Advantage, Episodes
 from lockstep.algorithms.reference import Penalty
 from lockstep.data.packing import Row, row_of
+from lockstep.learner.routes import RouteCheck
 from lockstep.types import Group, Trajectory
 
 
@@ -24,13 +25,22 @@ class Judged:
     rewards: tuple[float, ...]
 
 
-def admit(group: Group, version: int, truncated: str, left_out: Counter[str]) -> Judged:
-    """Who trains. Those left out are in no group mean either; `left_out` counts them by reason."""
+def admit(
+    group: Group, version: int, truncated: str, left_out: Counter[str], check_routes: RouteCheck | None = None
+) -> Judged:
+    """Who trains. Those left out are in no group mean either; `left_out` counts them by reason.
+
+    Without `check_routes` expert routes are not replayed, and there may be none.
+    """
     kept: list[Trajectory] = []
     for trajectory in group.trajectories:
         if reason := why_not(trajectory, truncated):
             left_out[reason] += 1
         else:
+            if check_routes is not None:
+                check_routes(trajectory)
+            elif trajectory.routes is not None:
+                raise ValueError(f"answer {trajectory.uid!r} brings expert routes, which this learner does not replay")
             kept.append(trajectory)
     rewards = tuple(t.verdict.value for t in kept if t.verdict.value is not None)
     return Judged(tuple(row_of(t, version) for t in kept), rewards)

@@ -30,11 +30,13 @@ from lockstep.learner.passes import Outcome, Pass, Replayed, Streamed
 from lockstep.learner.precision import Skip
 from lockstep.learner.ranks import Ranks
 from lockstep.learner.reference import Reference
+from lockstep.learner.routes import RouteCheck
 from lockstep.learner.rows import admit
 from lockstep.learner.update_scale import UpdateScale
 from lockstep.learner.updates import Updater
 from lockstep.models.lowbit import LowBitWeights
 from lockstep.models.operators import learner_operators
+from lockstep.models.routing import Routers
 from lockstep.types import Group, Operator
 
 
@@ -51,17 +53,19 @@ class LearnerCore:
         ranks: Ranks | None = None,
         update_scale: UpdateScale | None = None,
         low_bit: LowBitWeights | None = None,
+        routers: Routers | None = None,
     ) -> None:
         """`module` runs `lockstep_varlen` attention and has a `LogProbHead` (with a value if the algorithm needs one).
 
         `num_updates` are the optimiser updates of the whole run, for the schedule. `low_bit` is what the engine runs
-        of the matrices; whether the module's own forward runs it too is for whoever built the module.
+        of the matrices; whether the module's own forward runs it too is for whoever built the module. `routers` are
+        those of a mixture that the module makes obey; None: a dense model, or routing is off.
         """
         self.algorithm, self.config, self.ranks = algorithm, config, ranks or Ranks.current(module.device)
         self.objective, self.advantage = algorithm.build_objective(), algorithm.build_advantage()
         self.penalty = algorithm.build_penalty()
         self._correction: str | None = None  # in place of the recipe's
-        self.updater = Updater(module, config, num_updates, self.ranks, update_scale, low_bit)
+        self.updater = Updater(module, config, num_updates, self.ranks, update_scale, low_bit, routers)
         self.begin(version=0)
 
     @property
@@ -75,6 +79,8 @@ class LearnerCore:
         self.updater.discard()
         self._version, self._num_tokens, self._busy = version, 0, 0.0
         self._left_out = Counter[str]()
+        routers = self.updater.routers if self.config.routing == "r3" else None
+        self._check_routes = RouteCheck(routers) if routers else None
         self._measured = False
         self._pass: Pass = (
             Streamed(self.updater, self.objective, self.advantage)
@@ -86,7 +92,7 @@ class LearnerCore:
         """Takes complete groups in the order they are to be learned from."""
         with self._working():
             for group in groups:
-                judged = admit(group, self._version, self.algorithm.truncated, self._left_out)
+                judged = admit(group, self._version, self.algorithm.truncated, self._left_out, self._check_routes)
                 self._num_tokens += sum(map(len, judged.rows))
                 self._pass.take(judged)
 
@@ -114,7 +120,8 @@ class LearnerCore:
     def _tallied(self) -> dict[str, float]:
         tally = replace(self._pass.tally)  # updates may still add to the pass's own
         tally.combine(self.ranks.sum, self.ranks.max)
-        return metrics(tally) | {"mismatch/refused": float(self._left_out["refused"])}
+        found = metrics(tally) | {"mismatch/refused": float(self._left_out["refused"])}
+        return found | (self._check_routes.metrics if self._check_routes else {})
 
     @contextmanager
     def _working(self) -> Iterator[None]:

@@ -21,6 +21,7 @@ from lockstep.learner.reference import Reference
 from lockstep.learner.scoring import Scores, score
 from lockstep.learner.update_scale import UpdateScale, in_words
 from lockstep.models.lowbit import LowBitWeights
+from lockstep.models.routing import Routers
 from lockstep.types import Batch
 
 
@@ -46,10 +47,14 @@ class Updater:
         ranks: Ranks,
         update_scale: UpdateScale | None = None,
         low_bit: LowBitWeights | None = None,
+        routers: Routers | None = None,
     ) -> None:
-        """`num_updates` of the whole run shape the schedule. `low_bit` is made anew whenever the masters change."""
+        """`num_updates` of the whole run shape the schedule. `low_bit` is made anew whenever the masters change.
+
+        `routers`, which the module must obey, are told the experts that a batch brings along.
+        """
         self.module, self.config, self.num_updates, self.ranks = module, config, num_updates, ranks
-        self.low_bit = low_bit
+        self.low_bit, self.routers = low_bit, routers
         self.dtype = config.torch_dtype(ranks.device)
         prepare(module, self.dtype, config.activation_checkpointing, ranks)
         self.masters = MasterWeights(module, self.dtype)
@@ -81,7 +86,7 @@ class Updater:
     def score(self, rows: Sequence[Row]) -> tuple[Batch, Scores]:
         """The batch with the log-probs of now as its proximal ones."""
         batch = self._batch(rows)
-        scores = score(self.module, batch)
+        scores = score(self.module, batch, self.routers)
         return replace(batch, logp_prox=scores.logp), scores
 
     def _batch(self, rows: Sequence[Row]) -> Batch:
@@ -98,7 +103,7 @@ class Updater:
         `tally` counts if there is one.
         """
         batch = self._batch(rows)
-        scores = score(self.module, batch)
+        scores = score(self.module, batch, self.routers)
         if rows[0].logp_prox is None:
             batch = replace(batch, logp_prox=scores.logp.detach())
         outputs = [scores.logp] if scores.value is None or not objective.value_coef else [scores.logp, scores.value]

@@ -1,0 +1,63 @@
+"""Expert routes at the learner's door: what is wrong stops the run, what is lost is counted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import combinations
+
+from torch import Tensor
+
+from lockstep.models.routing import Routers
+from lockstep.types import Trajectory
+
+
+@dataclass(slots=True)
+class RouteCheck:
+    """Of the answers of one step. A lost row goes by the learner's own choice, the same in all updates of the step."""
+
+    routers: Routers
+    lost: int = 0
+    chosen_later: int = 0
+
+    def __call__(self, trajectory: Trajectory) -> None:
+        """ValueError, with the likely cause, for routes that cannot be what the engine ran."""
+        if problem := _problem(trajectory, self.routers):
+            raise ValueError(f"the expert routes of answer {trajectory.uid!r} are wrong: {problem}")
+        assert trajectory.routes is not None
+        by, drawn = trajectory.routes.versions, trajectory.versions[1:]
+        self.lost += int((by < 0).sum())
+        self.chosen_later += int(((by != drawn) & (by >= 0) & (drawn >= 0)).sum())
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        return {"routing/lost": float(self.lost), "routing/chosen_later": float(self.chosen_later)}
+
+
+def _problem(trajectory: Trajectory, routers: Routers) -> str | None:
+    routes = trajectory.routes
+    if routes is None:
+        return "there are none, so this engine does not record them; learner.routing = r2 or off does without"
+    num_tokens, (rows, *row) = len(trajectory.tokens), routes.ids.shape
+    if rows != num_tokens - 1 or len(routes.versions) != rows:
+        return (
+            f"{rows} rows for {num_tokens} tokens, of which all but the last have one: a turn, or a part of an answer "
+            "that was interrupted, came without its own or brought them twice"
+        )
+    if row != [routers.num_layers, routers.top_k]:
+        return f"{row} ids per token, the model has {[routers.num_layers, routers.top_k]}: the engine runs another one"
+    found = routes.ids[routes.versions >= 0]
+    return _wrong_ids(found, routers) if found.numel() else None
+
+
+def _wrong_ids(ids: Tensor, routers: Routers) -> str | None:
+    low, high = (int(x) for x in ids.aminmax())
+    if low < 0 or high >= routers.num_experts:
+        return (
+            f"expert {low if low < 0 else high} of {routers.num_experts}: the ids overflowed their type, or are stale"
+        )
+    columns = ids.flatten(0, 1).T.contiguous()
+    if any(bool((a == b).any()) for a, b in combinations(columns, 2)):
+        return "a router chose an expert twice, as in memory that was never written: something runs past the recording"
+    if routers.top_k == 1 and ids.numel() >= 64 and routers.num_experts > 1 and high == 0:
+        return "every router chose expert 0 for every token, as in memory that was never written"
+    return None
