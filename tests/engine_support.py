@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lockstep.models import paged
+from lockstep.models.routing import find_routers, install_routing
 from lockstep.models.tiny import SPECIALS, TinyModel, byte_tokenizer, tiny_model
 from lockstep.models.twins import twin
 from lockstep.rollout.config import RolloutConfig
@@ -35,15 +36,19 @@ def small(*, experts: int = 0, context: int = 128, seed: int = 0) -> PreTrainedM
 
 
 def engine_core(
-    module: PreTrainedModel, *, pages: int | None = None, end: Sequence[int] = (), **config: Any
+    module: PreTrainedModel, *, pages: int | None = None, end: Sequence[int] = (), record: bool = False, **config: Any
 ) -> EngineCore:
-    """An engine on its own copy of the weights; `pages` is how much memory it has."""
+    """An engine on its own copy of the weights; `pages` is how much memory it has, `record` is for expert routes."""
     if pages is not None:
         text = module.config.get_text_config()
         heads, key, value = paged.kv_shape(text)
-        page_bytes = text.num_hidden_layers * PAGE_SIZE * heads * (key + value) * 4
+        page_bytes = text.num_hidden_layers * PAGE_SIZE * heads * (key + value) * 4 + 64 * record
         config["kv_gib"] = (pages + 0.5) * page_bytes / 2**30
-    return EngineCore(twin(module, paged.NAME, share=False), byte_tokenizer(), end, RolloutConfig(**config))
+    view = twin(module, paged.NAME, share=False)
+    routers = find_routers(module) if record else None
+    if routers is not None:
+        install_routing(view, routers)
+    return EngineCore(view, byte_tokenizer(), end, RolloutConfig(**config), routers)
 
 
 def prompt(length: int, seed: int, vocab: int = 256) -> tuple[int, ...]:

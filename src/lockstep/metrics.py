@@ -231,6 +231,45 @@ METRICS = (
     ),
     Metric("quant/bits", "bits of a weight's code in the sampler; absent where it computes in the learner's precision"),
     Metric(
+        "routing/differ",
+        "mixtures: share of routers (token and layer) at which the experts of the sampler, which are replayed, are not "
+        "those the learner would choose; sets compared, prompts included, mean over sequences",
+        "0 with equal arithmetic; up to 0.1 between engines or precisions",
+        "rising at lag 0: sampler and learner compute apart; with staleness it also holds what was learned meanwhile",
+    ),
+    Metric("routing/differ/moe*", "the same in one layer with experts; `moe0` is the first of them"),
+    Metric(
+        "routing/differ_tokens",
+        "share of tokens with a difference in any layer; mean over sequences",
+        "0 with equal arithmetic; may be near 1 between engines",
+    ),
+    Metric("routing/differ_per_token", "layers with a difference per token; mean over sequences"),
+    Metric(
+        "routing/missing",
+        "tokens whose experts the sampler lost; the learner chooses them, once for all updates of a step",
+        "0",
+        "an engine that loses routes: their tokens are learned as without replay",
+    ),
+    Metric(
+        "routing/rerecorded",
+        "tokens computed again by newer weights than drew the token after them: their experts are the newer ones'",
+        "0 unless answers are preempted, or recomputed, across an update",
+    ),
+    Metric(
+        "routing/load_max",
+        "load of the busiest expert over the mean load; mean over layers",
+        "steady",
+        "towards the number of experts over top-k: routing collapses onto the same few",
+    ),
+    Metric("routing/load_entropy", "entropy of the experts' load, 1 if all carry the same; mean over layers", "steady"),
+    Metric(
+        "routing/load_drift",
+        "share of the load that went to other experts in the first step; mean over layers",
+        "rises slowly",
+        "jumps: the router moved more than the experts can follow",
+    ),
+    Metric("routing/unused", "share of experts that no token of the step went to; mean over layers", "steady"),
+    Metric(
         "quant/changed",
         "share of low-bit codes that differ from the version before",
         "above 0",

@@ -17,14 +17,17 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from lockstep.algorithms.diagnostics import Tally, explained, tally_entropy, tally_kl, tally_mismatch
+from lockstep.algorithms.diagnostics import Tally, explained, tally_entropy, tally_kl, tally_mismatch, tally_routing
 from lockstep.algorithms.objective import Objective
 from lockstep.algorithms.pieces import Advantage
 from lockstep.algorithms.reference import Penalty
 from lockstep.data.packing import Packer, Row, collate
 from lockstep.learner.config import LearnerConfig
 from lockstep.learner.rows import Judged, penalise, split, with_advantages
+from lockstep.learner.scoring import Scores
 from lockstep.learner.updates import Applied, Updater
+from lockstep.models.routing import Routers
+from lockstep.types import Batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +74,7 @@ class Streamed:
             tally_mismatch(self.tally, batch, scores.places, part.weight, self._objective.correction.bounds)
             tally_entropy(self.tally, batch, scores.entropy)
             tally_kl(self.tally, batch)
+            _tally_routing(self.tally, batch, scores, self._updater.routers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +124,7 @@ class Replayed:
             batch, scores = self.updater.score(micro)
             tally_entropy(self.tally, batch, scores.entropy)
             tally_kl(self.tally, batch)
+            _tally_routing(self.tally, batch, scores, self.updater.routers)
             routes = scores.routed.used() if scores.routed and not all(map(_is_routed, micro)) else None
             columns = (_by_row(micro, x) for x in (scores.logp, batch.logp_ref, scores.value, routes))
             for row, frozen in zip(micro, map(Frozen, *columns), strict=True):
@@ -143,6 +148,11 @@ class Replayed:
         for micro in self.updater.shares(rows):
             self.updater.backward(micro, self.objective, self.tally)
         return self.updater.apply()
+
+
+def _tally_routing(tally: Tally, batch: Batch, scores: Scores, routers: Routers | None) -> None:
+    if routers is not None and scores.routed is not None:
+        tally_routing(tally, batch, scores.routed.differ(), scores.routed.used(), routers.num_experts)
 
 
 def _by_row(rows: Sequence[Row], x: Tensor | None) -> Sequence[Any]:

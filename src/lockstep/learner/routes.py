@@ -1,4 +1,4 @@
-"""Expert routes at the learner's door: what is wrong stops the run, what is lost is counted."""
+"""Expert routes at the learner's door: what is wrong stops the run, what is missing is counted."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from lockstep.types import Trajectory
 
 @dataclass(slots=True)
 class RouteCheck:
-    """Of the answers of one step. A lost row goes by the learner's own choice, the same in all updates of the step."""
+    """Of the answers of one step. Where a row is missing the learner chooses, once for all updates of the step."""
 
     routers: Routers
-    lost: int = 0
-    chosen_later: int = 0
+    missing: int = 0  # rows
+    rerecorded: int = 0  # rows that were computed again, by newer weights than drew the token after them
 
     def __call__(self, trajectory: Trajectory) -> None:
         """ValueError, with the likely cause, for routes that cannot be what the engine ran."""
@@ -25,12 +25,12 @@ class RouteCheck:
             raise ValueError(f"the expert routes of answer {trajectory.uid!r} are wrong: {problem}")
         assert trajectory.routes is not None
         by, drawn = trajectory.routes.versions, trajectory.versions[1:]
-        self.lost += int((by < 0).sum())
-        self.chosen_later += int(((by != drawn) & (by >= 0) & (drawn >= 0)).sum())
+        self.missing += int((by < 0).sum())
+        self.rerecorded += int(((by != drawn) & (by >= 0) & (drawn >= 0)).sum())
 
     @property
     def metrics(self) -> dict[str, float]:
-        return {"routing/lost": float(self.lost), "routing/chosen_later": float(self.chosen_later)}
+        return {"routing/missing": float(self.missing), "routing/rerecorded": float(self.rerecorded)}
 
 
 def _problem(trajectory: Trajectory, routers: Routers) -> str | None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lockstep.algorithms.config import AlgorithmConfig
-from lockstep.algorithms.diagnostics import metrics
+from lockstep.algorithms.diagnostics import Tally, load_drift, metrics
 from lockstep.algorithms.ladder import as_rung
 from lockstep.algorithms.supervised import CROSS_ENTROPY
 from lockstep.config.loading import validate
@@ -121,7 +121,14 @@ class LearnerCore:
         tally = replace(self._pass.tally)  # updates may still add to the pass's own
         tally.combine(self.ranks.sum, self.ranks.max)
         found = metrics(tally) | {"mismatch/refused": float(self._left_out["refused"])}
-        return found | (self._check_routes.metrics if self._check_routes else {})
+        return found | self._drift(tally) | (self._check_routes.metrics if self._check_routes else {})
+
+    def _drift(self, tally: Tally) -> dict[str, float]:
+        if (load := tally.sums.get("expert_load")) is None:
+            return {}
+        if self.updater.first_load is None:
+            self.updater.first_load = load
+        return {"routing/load_drift": load_drift(load, self.updater.first_load)}
 
     @contextmanager
     def _working(self) -> Iterator[None]:

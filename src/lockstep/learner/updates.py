@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from lockstep.algorithms.diagnostics import Tally, tally_clipping
@@ -64,6 +65,7 @@ class Updater:
         self.encode()
         self.build_optimiser()
         self.update = 0
+        self.first_load: Tensor | None = None  # [layers, experts], tokens of the run's first step, for its drift
         self.reference: Reference | None = None  # the model a KL term holds this one to
         self._sums = torch.zeros(3, dtype=torch.float64, device=ranks.device)  # loss, value loss, count
 
@@ -167,6 +169,7 @@ class Updater:
             "optimiser": {"name": self.config.optimiser.name, "state": self.optimiser.state_dict()["state"]},
             "update": self.update,
             "update_scale": self.update_scale.state,
+            "first_load": self.first_load,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -175,7 +178,7 @@ class Updater:
         self._encoded = False
         self.encode()
         self.optimiser.load_state_dict(self.optimiser.state_dict() | {"state": state["optimiser"]["state"]})
-        self.update = state["update"]
+        self.update, self.first_load = state["update"], state["first_load"]
 
     def misfits(self, state: dict[str, Any]) -> list[str]:
         """What keeps `state` from being loaded, in words; empty if it fits."""

@@ -8,7 +8,19 @@ from lockstep.algorithms.diagnostics.clipping import tally_clipping
 from lockstep.algorithms.diagnostics.mismatch import TAUS, tally_entropy, tally_mismatch
 from lockstep.algorithms.diagnostics.pull import tally_kl
 from lockstep.algorithms.diagnostics.reading import metrics
+from lockstep.algorithms.diagnostics.routing import load_drift, tally_routing
 from lockstep.algorithms.diagnostics.tally import Tally
 from lockstep.algorithms.diagnostics.values import explained
 
-__all__ = ["TAUS", "Tally", "explained", "metrics", "tally_clipping", "tally_entropy", "tally_kl", "tally_mismatch"]
+__all__ = [
+    "TAUS",
+    "Tally",
+    "explained",
+    "load_drift",
+    "metrics",
+    "tally_clipping",
+    "tally_entropy",
+    "tally_kl",
+    "tally_mismatch",
+    "tally_routing",
+]

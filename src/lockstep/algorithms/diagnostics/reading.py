@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lockstep.algorithms.diagnostics.clipping import CLIPPING
 from lockstep.algorithms.diagnostics.mismatch import ACCEPTANCE, MAXIMA, SUMS, TAUS
+from lockstep.algorithms.diagnostics.routing import routing_metrics
 from lockstep.algorithms.diagnostics.splits import CELLS, LAG, LENGTH
 from lockstep.algorithms.diagnostics.tally import Tally
 
@@ -32,7 +33,7 @@ def metrics(tally: Tally) -> dict[str, float]:
     named = _named(parts, _figures(s, m)) | _correlations(parts, s)
     named |= {"rollout/lag_mean": float(s["lag"][0] / s["n"][0]), "rollout/lag_max": float(m["lag"][0])}
     means = _mean(tally.sums, "entropy") | _mean(tally.sums, "kl_ref")
-    return named | _accepted(tally.sums) | means | _clipped(tally.sums)
+    return named | _accepted(tally.sums) | means | _clipped(tally.sums) | routing_metrics(tally.sums)
 
 
 def _figures(s: Rows, m: Rows) -> dict[str, Array]:
