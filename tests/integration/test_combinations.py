@@ -13,6 +13,17 @@ from lockstep.config import load
 
 CASES = {
     "moe": ["model.init.experts=4"],
+    "moe, routed before the updates": ["model.init.experts=4", 'learner.routing="r2"', "learner.mini_steps=2"],
+    "moe, routed anew": ["model.init.experts=4", 'learner.routing="off"'],
+    "moe, recomputed, few pages": [
+        "model.init.experts=8",
+        "learner.activation_checkpointing=true",
+        "learner.mini_steps=2",
+        "rollout.max_seqs=3",
+        "rollout.step_tokens=16",
+        "rollout.kv_gib=0.00002",
+    ],
+    "moe, ahead by one": ["model.init.experts=4", "train.max_staleness=1", 'rollout.update="reprefill"'],
     "dapo, several updates": ['algorithm.surrogate="dapo"', "learner.mini_steps=2", "learner.epochs=2"],
     "ppo with a value head": ['algorithm.surrogate="ppo"', "learner.mini_steps=2"],
     "no correction": ['algorithm.correction="none"'],

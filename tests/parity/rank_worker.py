@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "learner"))
-from making import make_checkpoint, make_core, make_group
+from making import make_checkpoint, make_core, make_group, routed
 
 from lockstep.learner.ranks import Front, join, leave, serve
 from lockstep.learner.step import LearnerCore
@@ -32,6 +32,8 @@ def steps(case: str) -> list[list[Group]]:
     """Uneven: one group of three answers, so that shares differ and, at the end, one rank has nothing at all."""
     if case == "uneven":
         return [[make_group(0, (1.0, 0.0, 0.5))], [make_group(1, (1.0, None, 0.0)), make_group(2, (0.0, 1.0))]]
+    if case.startswith("routed"):
+        return [[routed(make_group(4 * s + i, (1.0, 0.0, 0.5, 0.0)), seed=i) for i in range(3)] for s in range(2)]
     return [[make_group(4 * s + i, (1.0, 0.0, 0.5, 0.0)) for i in range(4)] for s in range(2)]
 
 
@@ -44,6 +46,8 @@ def build(name: str, folder: Path) -> LearnerCore:
         "values": ({"surrogate": "ppo"}, {"micro_tokens": 40, "mini_steps": 2}),
         "recomputed": ({"surrogate": "dapo"}, {"micro_tokens": 30, "activation_checkpointing": True}),
         "experts": ({"surrogate": "dapo"}, {"micro_tokens": 30}),
+        "routed": ({"surrogate": "dapo"}, {"micro_tokens": 30, "activation_checkpointing": True}),
+        "routed, replayed": ({"surrogate": "dapo"}, {"micro_tokens": 40, "mini_steps": 2}),
         "governed": ({"surrogate": "dapo"}, {"micro_tokens": 30}),
         "held": ({"surrogate": "dapo", "kl": {"coef": 0.5}}, {"micro_tokens": 30}),
         "penalised": ({"surrogate": "dapo", "kl": {"estimator": "k1", "where": "reward"}}, {"micro_tokens": 30}),
@@ -57,8 +61,16 @@ def build(name: str, folder: Path) -> LearnerCore:
         "low-bit-replayed": ({"surrogate": "dapo"}, {"micro_tokens": 40, "mini_steps": 2, "update_scale": 1.5}),
         "bfloat16": ({"surrogate": "dapo"}, {"micro_tokens": 30, "dtype": "bfloat16"}),
     }[name]
+    obeying = name.startswith("routed")
     seed = dist.get_rank() if dist.is_initialized() else 0
-    core = make_core(algorithm, learner, seed=seed, experts=name in EXPERTS, precision=PRECISION.get(name))
+    core = make_core(
+        algorithm,
+        learner,
+        seed=seed,
+        experts=name in EXPERTS or obeying,
+        precision=PRECISION.get(name),
+        obeying=obeying,
+    )
     if "kl" in algorithm:
         core.load_reference(str(folder / REFERENCE))
     return core

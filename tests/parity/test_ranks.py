@@ -16,7 +16,7 @@ from rank_worker import build, drive, prepare
 from lockstep.learner.checkpoint import FILE
 from lockstep.learner.ranks import Front
 
-EXACT = ("streamed", "uneven", "replayed", "values", "recomputed", "experts")
+EXACT = ("streamed", "uneven", "replayed", "values", "recomputed", "experts", "routed", "routed, replayed")
 EXACT = (*EXACT, "governed", "held", "penalised", "summed", "normed", "batch-wide", "scaled", "rates")
 LOW_BIT = ("low-bit", "low-bit-experts", "low-bit-replayed")
 CASES = (*EXACT, *LOW_BIT, "bfloat16")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,9 @@ from lockstep.models import loading, varlen
 from lockstep.models.head import install_head
 from lockstep.models.loading import Loaded
 from lockstep.models.lowbit import LowBitWeights
+from lockstep.models.routing import Routers, install_routing
 from lockstep.models.tiny import byte_tokenizer
-from lockstep.types import Group, Sample, StopReason, Trajectory, Verdict
+from lockstep.types import Group, Routes, Sample, StopReason, Trajectory, Verdict
 
 VOCAB = 53
 # A large eps: Adam's first step is otherwise the gradient's sign, which blows rounding up to a whole step.
@@ -29,6 +31,12 @@ LEARNER = {"learning_rate": 1e-2, "weight_decay": 0.1, "optimiser": {"name": "ad
 
 
 EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+ROUTERS = Routers(
+    layers=("model.layers.0", "model.layers.1"),
+    modules=("model.layers.0.mlp.gate", "model.layers.1.mlp.gate"),
+    num_experts=4,
+    top_k=2,
+)
 
 
 def make_module(with_value: bool = False, tied: bool = True, seed: int = 0, experts: bool = False) -> PreTrainedModel:
@@ -65,13 +73,22 @@ def make_core(
     seed: int = 0,
     experts: bool = False,
     precision: str | None = None,
+    obeying: bool = False,
 ) -> LearnerCore:
-    """With a `precision` it publishes low-bit weights, and its own forward runs them."""
+    """With a `precision` it publishes low-bit weights, and its own forward runs them.
+
+    `obeying`: the routers of its experts replay what a group brings along.
+    """
     settings = AlgorithmConfig.model_validate(algorithm)
     config = LearnerConfig.model_validate(LEARNER | (learner or {}))
     module = make_module(settings.needs_values, seed=seed, experts=experts)
     update_scale, low_bit = _update_scale(module, config), _low_bit(module, config, precision)
-    return LearnerCore(module, settings, config, num_updates=100, update_scale=update_scale, low_bit=low_bit)
+    routers = ROUTERS if obeying else None
+    if routers is not None:
+        install_routing(module, routers)
+    return LearnerCore(
+        module, settings, config, num_updates=100, update_scale=update_scale, low_bit=low_bit, routers=routers
+    )
 
 
 def _low_bit(module: PreTrainedModel, config: LearnerConfig, precision: str | None) -> LowBitWeights | None:
@@ -119,6 +136,18 @@ def make_group(index: int, rewards: Sequence[float | None], seed: int = 0) -> Gr
 
 def make_groups(num: int = 4, seed: int = 0) -> list[Group]:
     return [make_group(i, (1.0, 0.0, 0.5, 0.0), seed) for i in range(num)]
+
+
+def routed(group: Group, seed: int = 0) -> Group:
+    """The same with experts drawn at random for every token that is forwarded."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def routes(trajectory: Trajectory) -> Routes:
+        rows = len(trajectory.tokens) - 1
+        ids = torch.rand(rows, ROUTERS.num_layers, ROUTERS.num_experts, generator=generator).argsort(-1)
+        return Routes(ids[..., : ROUTERS.top_k].to(ROUTERS.dtype), torch.zeros(rows, dtype=torch.int32))
+
+    return replace(group, trajectories=tuple(replace(t, routes=routes(t)) for t in group.trajectories))
 
 
 def run_step(core: LearnerCore, groups: Sequence[Group], version: int = 0, skip: bool = False) -> dict[str, float]:
