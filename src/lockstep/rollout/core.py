@@ -117,7 +117,7 @@ class EngineCore:
     def step(self) -> list[Completion]:
         """Computes one step; returns what finished with it, or shortly before."""
         plan = self.scheduler.schedule()
-        tokens, logp = self.runner.run(plan, self.scheduler.version).tolists()
+        tokens, logp = self.runner.run(plan).tolists()
         self._ended += self.scheduler.commit(plan, tokens, logp, self._stopped)
         return self._completions(wait=not self.busy)
 

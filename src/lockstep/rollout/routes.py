@@ -33,15 +33,15 @@ class Recorder:
         self._kept: dict[Sequence, Kept] = {}
         self._ended: dict[Sequence, tuple[Readout, list[int]]] = {}
 
-    def recording(self, plan: Plan, slots: Tensor, version: int) -> Recording:
-        """Of one step. Rows that this version has computed before are told what they chose then."""
+    def recording(self, plan: Plan, slots: Tensor) -> Recording:
+        """Of one step. Rows that the same weights have computed before are told what they chose then."""
         places: list[int] = []
         known: list[Tensor] = []
         first = 0  # place of a chunk among the step's tokens
         for chunk in plan.chunks:
             if kept := self._kept.get(chunk.seq):
                 end = min(chunk.end, len(kept.versions))
-                rows = [row for row in range(chunk.start, end) if kept.versions[row] == version]
+                rows = [row for row in range(chunk.start, end) if kept.versions[row] == plan.version]
                 places += [first + row - chunk.start for row in rows]
                 known.append(kept.ids[rows])
             first += chunk.end - chunk.start

@@ -50,8 +50,7 @@ class Runner:
         self._written: list[tuple[int, int]] = [(-1, 0)] * max_seqs  # (seating, pages) of what each row holds
 
     @torch.inference_mode()
-    def run(self, plan: Plan, version: int = 0) -> Drawn:
-        """`version` of the weights: what a mixture's routers chose under another one is not chosen again."""
+    def run(self, plan: Plan) -> Drawn:
         for chunk in plan.chunks:
             self._write_row(chunk.seq)
         tokens, positions, slots = self._layout(plan.chunks)
@@ -61,7 +60,7 @@ class Runner:
             last += chunk.end - chunk.start
             if chunk.samples:
                 ends.append(last)
-        recording = self.recorder.recording(plan, slots, version) if self.recorder else None
+        recording = self.recorder.recording(plan, slots) if self.recorder else None
         step = PagedStep(cache=self.cache, slots=slots, segments=segments, routing=recording)
         logits = self.module(
             input_ids=tokens[None],

@@ -34,6 +34,7 @@ class Chunk:
 class Plan:
     decode: list[Chunk]  # one token each
     prefill: list[Chunk]
+    version: int  # of the weights that compute it
 
     @property
     def chunks(self) -> list[Chunk]:
@@ -83,7 +84,7 @@ class Scheduler:
         if preemptions == self.counters.preemptions:  # who just lost its pages is not let in again at once
             prefill += self._admit(self.max_step_tokens - len(decode) - sum(c.end - c.start for c in prefill), prefill)
         self.counters.steps += 1
-        return Plan(*([c for c in chunks if c.seq.row >= 0] for chunks in (decode, prefill)))
+        return Plan(*([c for c in chunks if c.seq.row >= 0] for chunks in (decode, prefill)), version=self.version)
 
     def commit(
         self, plan: Plan, tokens: list[int], logp: list[float], stopped: Callable[[Sequence], StopReason | None]
