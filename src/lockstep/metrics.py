@@ -237,7 +237,7 @@ METRICS = (
         "0 with equal arithmetic; up to 0.1 between engines or precisions",
         "rising at lag 0: sampler and learner compute apart; with staleness it also holds what was learned meanwhile",
     ),
-    Metric("routing/differ/moe*", "the same in one layer with experts; `moe0` is the first of them"),
+    Metric("routing/differ/moe*", "the same in one layer with experts; `moe0` is the first of them", open=r"\d+"),
     Metric(
         "routing/differ_tokens",
         "share of tokens with a difference in any layer; mean over sequences",
