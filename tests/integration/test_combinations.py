@@ -60,3 +60,18 @@ def test_it_trains(name: str, tmp_path: Path) -> None:
     if recipe.train.max_staleness == 0:
         bound = 1e-2 if name in HALF else 1e-6
         assert max(runs.metrics(root, "mismatch/k3").values()) < bound
+
+
+def test_a_mixture_resumes_bit_for_bit(tmp_path: Path) -> None:
+    def run(name: str, steps: int, *, resume: bool = False) -> Path:
+        overrides = [f"train.steps={steps}", "eval.every=0", "model.init.experts=4", "learner.mini_steps=2"]
+        train(load(Recipe, runs.write_recipe(tmp_path), overrides), tmp_path / name, resume=resume, plain=True)
+        return tmp_path / name
+
+    whole, parted = run("whole", 4), run("parted", 2)
+    run("parted", 4, resume=True)
+    assert runs.weights(parted, 4) == runs.weights(whole, 4)
+    for name in ("routing/load_drift", "routing/load_entropy", "routing/differ", "routing/missing"):
+        assert runs.metrics(parted, name) == runs.metrics(whole, name)
+    assert set(runs.metrics(whole, "routing/missing").values()) == {0}
+    assert max(runs.metrics(whole, "routing/load_drift").values()) > 0

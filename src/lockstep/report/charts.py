@@ -58,6 +58,20 @@ CHARTS = (
         format="percent",
     ),
     Chart(
+        key="routes",
+        title="Routers that disagree",
+        help="Mixtures: where the experts the sampler took, which the learner replays, are not those it would choose.",
+        metrics={"routing/differ": "routers", "routing/differ_tokens": "tokens"},
+        format="percent",
+    ),
+    Chart(
+        key="experts",
+        title="Load of the experts",
+        help="Mixtures: how evenly tokens are spread, 1 if every expert gets as many, and how far that is from step 1.",
+        metrics={"routing/load_entropy": "entropy", "routing/load_drift": "drift", "routing/unused": "unused"},
+        format="percent",
+    ),
+    Chart(
         key="entropy",
         title="Entropy",
         help="How undecided the policy is, in nats per token. Falling fast means it stops exploring.",
