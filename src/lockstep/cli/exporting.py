@@ -13,8 +13,9 @@ from lockstep.quant import FORMATS
 
 
 def export_checkpoint(checkpoint: str, out: Path, precision: str | None, console: Console) -> None:
+    path = resolve_checkpoint(checkpoint)
     format = Plugin(package=FORMATS, name=precision) if precision else _sampled_in(checkpoint)
-    done = export(resolve_checkpoint(checkpoint), out, format)
+    done = export(path, out, format)
     source = "master weights" if done.from_masters else "weights"
     console.print(
         f"wrote {out}: {done.num_layers} weights in {format.name}, made from the checkpoint's {source}; "

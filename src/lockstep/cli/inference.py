@@ -20,6 +20,7 @@ from lockstep.config import ConfigError, load, resolve
 from lockstep.config.loading import validate
 from lockstep.controller.checkpoints import read_progress
 from lockstep.data.chat import render_prompt, response_text
+from lockstep.models.loading import read_config
 from lockstep.report.run_folder import RunFolder
 from lockstep.types import Message, Request, Sample, Trajectory
 
@@ -118,8 +119,12 @@ def is_run(checkpoint: str) -> bool:
 
 
 def resolve_checkpoint(checkpoint: str) -> str:
-    """A run stands for its best checkpoint, or the newest if none was evaluated; anything else for itself."""
+    """A run stands for its best checkpoint, or the newest if none was evaluated; anything else for itself.
+
+    What is no checkpoint either is refused before anything else is asked for.
+    """
     if not is_run(checkpoint):
+        read_config(checkpoint)
         return checkpoint
     found = RunFolder.open(Path(checkpoint)).result
     if found is None:

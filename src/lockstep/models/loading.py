@@ -73,16 +73,21 @@ def load(config: ModelConfig, *, dtype: torch.dtype, device: torch.device, seed:
 
 
 def read_config(path: str) -> PreTrainedConfig:
-    """The config of a checkpoint, without its weights."""
+    """The config of a checkpoint in high precision, without its weights."""
     _check_folder(path)
     try:
-        return AutoConfig.from_pretrained(path)
+        config = AutoConfig.from_pretrained(path)
     except Exception as error:  # as below
-        raise ConfigError(f"cannot read the model at {path!r}: {_one_line(error)}") from error
+        raise ConfigError(f"cannot load the model at {path!r}: {_one_line(error)}") from error
+    if getattr(config, "quantization_config", None):
+        raise ConfigError(
+            f"{path!r} is already quantized; exports are for vLLM and transformers: name the high-precision checkpoint"
+        )
+    return config
 
 
 def _load_module(path: str, dtype: torch.dtype) -> PreTrainedModel:
-    _check_folder(path)
+    read_config(path)  # refuses what has no config, or another than we can run
     try:
         module, info = cast(
             "tuple[PreTrainedModel, dict[str, Any]]",
@@ -103,11 +108,19 @@ def _load_module(path: str, dtype: torch.dtype) -> PreTrainedModel:
 def _check_folder(path: str) -> None:
     """A path that looks local is never taken for a hub name: the error would speak of the wrong thing."""
     folder = Path(path)
+    if (folder / "metrics.jsonl").is_file():
+        raise ConfigError(f"{path} is a run; name one of its checkpoints")
     if folder.is_dir():
         if not (folder / "config.json").is_file():
             raise ConfigError(f"no model at {path!r}: the folder has no config.json")
-    elif folder.exists() or path.startswith((".", "/", "~")) or path.count("/") > 1:
+    elif folder.exists() or _looks_local(path):
         raise ConfigError(f"no model at {path!r}: no such folder")
+
+
+def _looks_local(path: str) -> bool:
+    """`runs/gone` too, where there is a folder `runs`: asking the hub takes long and tells nothing."""
+    first, slash, _ = path.partition("/")
+    return path.startswith((".", "/", "~")) or path.count("/") > 1 or (bool(slash) and Path(first).is_dir())
 
 
 def _refuse_incomplete(path: str, info: Mapping[str, Any]) -> None:

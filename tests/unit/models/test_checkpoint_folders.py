@@ -150,6 +150,28 @@ def test_a_missing_folder_is_not_taken_for_a_hub_name(path: str) -> None:
         read(path)
 
 
+def test_a_name_under_a_local_folder_is_local(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "runs").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="no model at 'runs/gone': no such folder"):
+        read("runs/gone")
+
+
+def test_a_run_is_not_a_model(folder: Path) -> None:
+    (folder / "metrics.jsonl").touch()
+    with pytest.raises(ConfigError, match=r"is a run; name one of its checkpoints$"):
+        read(folder)
+
+
+def test_a_quantized_checkpoint_is_refused(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "compressed-tensors"}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match="is already quantized; exports are for vLLM and transformers") as caught:
+        read(folder)
+    assert "\n" not in str(caught.value)
+
+
 def test_a_file_is_not_a_model(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(ConfigError, match="no such folder"):
