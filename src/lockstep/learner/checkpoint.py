@@ -42,10 +42,7 @@ def _write(path: Path, state: Any) -> None:
 
 def load_state(folder: Path, updater: Updater) -> str | None:
     """Bit for bit what was saved, and the saved correction; ConfigError, and nothing loaded, if it does not fit."""
-    try:
-        state = torch.load(folder / FILE, map_location=updater.ranks.device, weights_only=True)
-    except Exception as error:  # a damaged file surfaces as almost anything
-        raise ConfigError(f"{folder / FILE} is damaged; remove that checkpoint to go on from the one before") from error
+    state = _read(folder / FILE, updater.ranks.device)
     if wrong := updater.misfits(state):
         more = f"; and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
         raise ConfigError(f"cannot go on from {str(folder)!r}: {'; '.join(wrong[:SHOWN])}{more}")
@@ -68,8 +65,15 @@ def read_masters(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """
     if not (folder / FILE).is_file():
         return {}, {"factor": 1.0, "by": "weights"}
-    state = torch.load(folder / FILE, map_location="cpu", weights_only=True, mmap=True)
+    state = _read(folder / FILE, torch.device("cpu"), mmap=True)
     return state["masters"]["weights"], state["update_scale"]
+
+
+def _read(path: Path, device: torch.device, *, mmap: bool = False) -> dict[str, Any]:
+    try:
+        return torch.load(path, map_location=device, weights_only=True, mmap=mmap)
+    except Exception as error:  # a damaged file surfaces as almost anything
+        raise ConfigError(f"{path} is damaged; remove that checkpoint to go on from the one before") from error
 
 
 def map_tensors(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
