@@ -10,7 +10,10 @@ import command_runs as runs
 import pytest
 import torch
 
+from lockstep.assembly.export import export
 from lockstep.cli import BAD_INPUT, main
+from lockstep.config import Plugin
+from lockstep.quant import FORMATS
 from lockstep.report.run_folder import RunFolder
 
 CASES = {
@@ -106,6 +109,52 @@ def test_a_resumed_run_keeps_its_model_and_its_config(unbroken: Path, tmp_path: 
     assert (run / "config.json").read_text() == before
     (run / "checkpoints/step-000006/learner.pt").write_bytes(b"torn")
     assert "is damaged" in refused("train", "--resume", str(run), "train.steps=7", "--plain")
+    (run / "checkpoints/step-000006/model.safetensors").write_bytes(b"torn")
+    said = refused("train", "--resume", str(run), "train.steps=7", "--plain")
+    assert "cannot load the model at" in said
+    assert said.endswith("; remove that checkpoint to go on from the one before")
+
+
+def test_an_export_is_not_exported_trained_or_sampled_from(unbroken: Path, tmp_path: Path, refused) -> None:
+    checkpoint, recipe = unbroken / "checkpoints/step-000006", runs.write_recipe(tmp_path)
+    export(str(checkpoint), tmp_path / "low", Plugin(package=FORMATS, name="int8_w8a8"))
+    for command in (
+        ["export", "low", "again"],
+        ["generate", "low", "hello"],
+        ["eval", "low", "--recipe", str(recipe)],
+        ["audit", "low", "--recipe", str(recipe)],
+        ["train", str(recipe), "model={path='low'}", "--plain"],
+        ["train", str(recipe), "model={path='low'}", "--dry-run"],
+    ):
+        assert "'low' is already quantized" in refused(*command), command
+    assert not (tmp_path / "again").exists()
+    assert not (tmp_path / "runs/small").exists()
+
+
+def test_a_damaged_learner_s_state_is_told_in_one_line(unbroken: Path, tmp_path: Path, refused) -> None:
+    checkpoint = shutil.copytree(unbroken / "checkpoints/step-000006", tmp_path / "copy")
+    state = (checkpoint / "learner.pt").read_bytes()
+    (checkpoint / "learner.pt").write_bytes(state[: len(state) // 2])
+    assert "learner.pt is damaged; " in refused("export", "copy", "out", "--precision", "int8_w8a8")
+
+
+def test_a_run_that_is_not_there_is_not_asked_of_the_hub(tmp_path: Path, refused) -> None:
+    (tmp_path / "runs").mkdir()
+    for command in (["export", "runs/gone", "out"], ["audit", "runs/gone"]):
+        assert "no model at 'runs/gone': no such folder" in refused(*command)
+
+
+def test_a_wrong_reference_is_told_before_the_warm_up(unbroken: Path, tmp_path: Path, refused) -> None:
+    def said(reference: Path | str) -> str:
+        recipe = str(runs.write_recipe(tmp_path))
+        return refused("train", recipe, "warmup.steps=1000000", f"algorithm.kl.reference={reference}", "--plain")
+
+    bare = shutil.copytree(unbroken / "checkpoints/step-000006", tmp_path / "bare")
+    (bare / "tokenizer.json").unlink()
+    assert "no model at './gone': no such folder" in said("./gone")
+    assert f"{unbroken} is a run; name one of its checkpoints" in said(unbroken)
+    assert "cannot load the tokenizer at" in said(bare)
+    assert not (tmp_path / "runs").exists()
 
 
 def test_a_run_has_one_writer(unbroken: Path, tmp_path: Path, refused) -> None:

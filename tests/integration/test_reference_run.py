@@ -59,5 +59,7 @@ def test_a_reference_with_another_vocabulary_is_refused(tmp_path: Path) -> None:
     tokenizer = folder / "tokenizer.json"
     tokenizer.write_text(tokenizer.read_text().replace("<|system|>", "<|sistem|>"))
     with pytest.raises(ConfigError, match="its tokenizer is not that of the model"):
-        train(recipe(tmp_path, f"algorithm.kl.reference={folder}"), tmp_path / "run", plain=True)
+        train(
+            recipe(tmp_path, "warmup.steps=1000000", f"algorithm.kl.reference={folder}"), tmp_path / "run", plain=True
+        )
     assert not (tmp_path / "run").exists()

@@ -140,11 +140,12 @@ class Training(Sampling):
             raise ConfigError(f"none of {len(probe)} prompts fits the model's context of {self.loaded.context} tokens")
         return lambda index: samples[order[index]]
 
-    async def load_reference(self, path: str) -> None:
-        """The model a KL term holds the policy to. It scores the same tokens, so it must mean the same by them."""
-        if loading.load_tokenizer(path).get_vocab() != self.loaded.tokenizer.get_vocab():
+    def check_reference(self) -> None:
+        """The model a KL term holds the policy to scores the same tokens, so it must mean the same by them."""
+        kl = self.recipe.algorithm.kl
+        path = kl.reference if kl else ""
+        if path and loading.load_tokenizer(path).get_vocab() != self.loaded.tokenizer.get_vocab():
             raise ConfigError(f"algorithm.kl.reference = {path!r}: its tokenizer is not that of the model")
-        await self.learner.load_reference(path)
 
     def _save_weights(self, folder: Path, weights: Mapping[str, Tensor]) -> None:
         loading.save(folder, self.loaded, weights)

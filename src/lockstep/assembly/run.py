@@ -28,6 +28,7 @@ from lockstep.controller.governor import Halted
 from lockstep.controller.loop import Controller, Roles
 from lockstep.data.supervised import Demonstrations
 from lockstep.learner.ranks import Ranks, join, leave, serve
+from lockstep.models.loading import Loaded, load_tokenizer, read_config
 from lockstep.report.environment import environment
 from lockstep.report.live import LiveView
 from lockstep.report.page import write_report
@@ -61,9 +62,17 @@ def train(recipe: Recipe, root: Path, *, resume: bool = False, plain: bool = Fal
 
 
 def _lead(recipe: Recipe, root: Path, ranks: Ranks, resume: bool, plain: bool) -> Progress:
+    _check_reference(recipe)
     folder = RunFolder.open(root) if resume else RunFolder.create(root)
     with folder.locked():
         return _lead_in(folder, recipe, ranks, resume, plain)
+
+
+def _check_reference(recipe: Recipe) -> None:
+    """A wrong path is told at once, not when the warm-up is over."""
+    if recipe.algorithm.kl and recipe.algorithm.kl.reference:
+        read_config(recipe.algorithm.kl.reference)
+        load_tokenizer(recipe.algorithm.kl.reference)
 
 
 def _lead_in(folder: RunFolder, recipe: Recipe, ranks: Ranks, resume: bool, plain: bool) -> Progress:
@@ -129,6 +138,15 @@ def _serve(recipe: Recipe, ranks: Ranks) -> None:
     serve(learner_core(recipe, loaded, ranks, low_bit_weights(recipe, loaded)))
 
 
+def _load(recipe: Recipe, checkpoint: Path | None) -> Loaded:
+    try:
+        return load_model(recipe, checkpoint)
+    except ConfigError as error:
+        if checkpoint is None:
+            raise
+        raise ConfigError(f"{error}; remove that checkpoint to go on from the one before") from error
+
+
 class _Run:
     def __init__(
         self,
@@ -169,11 +187,12 @@ class _Run:
         self.view.phase("loading", 0)
         checkpoint, progress = found or (None, START)
         recipe = as_raised(self.recipe, progress)
-        loaded = load_model(recipe, checkpoint)
+        loaded = _load(recipe, checkpoint)
         self.folder.write_environment(environment(loaded.module.device))
         roles = Training(recipe, loaded, self.recorder, version=progress.version)
         goes_on: Progress | None = None
         try:
+            roles.check_reference()
             if checkpoint is not None:
                 await self._go_on(roles, checkpoint, progress, why)
             else:
@@ -230,7 +249,7 @@ class _Run:
                 f"{self.folder.root} was begun without `algorithm.kl`, so the model it began with is not kept: "
                 "give a checkpoint as algorithm.kl.reference"
             )
-        await roles.load_reference(kl.reference or str(self.reference_folder))
+        await roles.learner.load_reference(kl.reference or str(self.reference_folder))
 
     def _supervised(self, roles: Training) -> Supervised:
         assert self.recipe.warmup is not None
