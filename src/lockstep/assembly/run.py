@@ -28,7 +28,7 @@ from lockstep.controller.governor import Halted
 from lockstep.controller.loop import Controller, Roles
 from lockstep.data.supervised import Demonstrations
 from lockstep.learner.ranks import Ranks, join, leave, serve
-from lockstep.models.loading import Loaded, load_tokenizer, read_config
+from lockstep.models.loading import CheckpointError, Loaded, load_tokenizer, read_config
 from lockstep.report.environment import environment
 from lockstep.report.live import LiveView
 from lockstep.report.page import write_report
@@ -141,7 +141,7 @@ def _serve(recipe: Recipe, ranks: Ranks) -> None:
 def _load(recipe: Recipe, checkpoint: Path | None) -> Loaded:
     try:
         return load_model(recipe, checkpoint)
-    except ConfigError as error:
+    except CheckpointError as error:
         if checkpoint is None:
             raise
         raise ConfigError(f"{error}; remove that checkpoint to go on from the one before") from error

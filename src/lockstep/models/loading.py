@@ -28,6 +28,10 @@ from lockstep.config import Config, ConfigError
 from lockstep.models.tiny import TinyModel, byte_tokenizer, tiny_model
 
 
+class CheckpointError(ConfigError):
+    """Something is there, and it cannot be loaded."""
+
+
 class ModelConfig(Config):
     """Which model is trained: exactly one of `path` and `init`."""
 
@@ -78,7 +82,7 @@ def read_config(path: str) -> PreTrainedConfig:
     try:
         config = AutoConfig.from_pretrained(path)
     except Exception as error:  # as below
-        raise ConfigError(f"cannot load the model at {path!r}: {_one_line(error)}") from error
+        raise CheckpointError(f"cannot load the model at {path!r}: {_one_line(error)}") from error
     if getattr(config, "quantization_config", None):
         raise ConfigError(
             f"{path!r} is already quantized; exports are for vLLM and transformers: name the high-precision checkpoint"
@@ -100,7 +104,7 @@ def _load_module(path: str, dtype: torch.dtype) -> PreTrainedModel:
             ),
         )
     except Exception as error:  # a broken checkpoint surfaces as almost anything
-        raise ConfigError(f"cannot load the model at {path!r}: {_one_line(error)}") from error
+        raise CheckpointError(f"cannot load the model at {path!r}: {_one_line(error)}") from error
     _refuse_incomplete(path, info)
     return module.eval()
 
@@ -132,14 +136,17 @@ def _refuse_incomplete(path: str, info: Mapping[str, Any]) -> None:
     ]
     if wrong:
         more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-        raise ConfigError(f"the checkpoint at {path!r} is not whole: {', '.join(wrong[:3])}{more}")
+        raise CheckpointError(f"the checkpoint at {path!r} is not whole: {', '.join(wrong[:3])}{more}")
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     try:
-        return AutoTokenizer.from_pretrained(path)
+        tokenizer = AutoTokenizer.from_pretrained(path)
     except Exception as error:  # as above
-        raise ConfigError(f"cannot load the tokenizer at {path!r}: {_one_line(error)}") from error
+        raise CheckpointError(f"cannot load the tokenizer at {path!r}: {_one_line(error)}") from error
+    if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):  # what transformers makes of no files at all
+        raise CheckpointError(f"cannot load the tokenizer at {path!r}: it has no vocabulary; are its files missing?")
+    return tokenizer
 
 
 def save(folder: Path, loaded: Loaded, weights: Mapping[str, Tensor]) -> None:

@@ -94,6 +94,11 @@ def remove(name: str) -> Callable[[Path], None]:
     return lambda folder: (folder / name).unlink()
 
 
+def without_tokenizer(folder: Path) -> None:
+    for path in folder.glob("tokenizer*"):
+        path.unlink()
+
+
 def without_weight(folder: Path) -> None:
     weights = load_file(folder / "model.safetensors")
     del weights["model.layers.1.mlp.up_proj.weight"]
@@ -132,6 +137,7 @@ def other_architecture(folder: Path) -> None:
         ),
         (remove("tokenizer.json"), "cannot load the tokenizer at .*: "),
         (cut("tokenizer.json"), "cannot load the tokenizer at .*: "),
+        (without_tokenizer, "cannot load the tokenizer at .*: it has no vocabulary"),
     ],
 )
 def test_a_broken_checkpoint_is_refused_in_one_line(
