@@ -85,7 +85,8 @@ async def gaps(roles: Training) -> Tensor:
     index = 1000 + roles.learner.version
     answers = await roles.answerer.answers(f"gap{index}", roles.prompts(index), 6)
     group = Group(index=index, sample=roles.prompts(index), version=roles.learner.version, trajectories=tuple(answers))
-    batch, _ = roles.core.updater.score(admit(group, roles.learner.version, "keep", Counter()).rows)
+    check_routes = roles.core._check_routes
+    batch, _ = roles.core.updater.score(admit(group, roles.learner.version, "keep", Counter(), check_routes).rows)
     return (batch.logp_prox - batch.logp_behav)[batch.mask].abs()
 
 

@@ -99,7 +99,7 @@ def test_audit_shows_a_learner_that_runs_something_else(finished: Path, command)
     assert "w4a8, " in table
     assert "float32" in table
     assert len(errors) == 1
-    assert "14 of 24 weights differ: model.layers.0." in errors[0]
+    assert "14 of 24 weights differ, as learner.alignment = none asks: model.layers.0." in errors[0]
     assert "w4a8 in the sampler, float32 in the learner" in errors[0]
 
 

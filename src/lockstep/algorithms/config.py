@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from lockstep.algorithms.corrections._product import Product
 from lockstep.algorithms.objective import Objective
@@ -33,7 +33,7 @@ class AlgorithmConfig(Config):
     """Replace groups whose rewards are all equal by new ones; unset: as the surrogate's paper does."""
     truncated: Literal["mask", "keep"] = "mask"
     """An answer cut off by the token limit: left out of training and of its group's mean, or kept as judged."""
-    value_coef: float = 0.5
+    value_coef: float = Field(default=0.5, ge=0)
     """Weight of the value head's loss, for advantages that need one."""
     kl: KLConfig | None = None
     """Keeps the policy near a reference model; unset: there is none."""

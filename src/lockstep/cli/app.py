@@ -115,7 +115,7 @@ def export(
 
     Examples:
 
-    * `lockstep export runs/low-bit low-bit-model`
+    * `lockstep export runs/aligned runs/aligned-w4a16`
     * `lockstep export runs/quickstart quickstart-w4a16 --precision w4a16`
     """
     from lockstep.cli.exporting import export_checkpoint

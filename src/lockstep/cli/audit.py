@@ -34,7 +34,8 @@ def audit(checkpoint: str, overrides: Sequence[str], *, recipe: str | None, cons
         engine, learner = asyncio.run(run())
     console.print(_table(engine, learner))
     if found := differences(engine, learner, aligned=True):
-        raise AuditFailed(f"{len(found)} of {len(learner)} weights differ: {found[0]}")
+        asked = ", as learner.alignment = none asks" if chosen.learner.alignment == "none" else ""
+        raise AuditFailed(f"{len(found)} of {len(learner)} weights differ{asked}: {found[0]}")
     console.print(f"{len(learner)} weights: same bytes, same format, same kernel on both sides")
 
 
@@ -45,7 +46,7 @@ def _table(engine: Mapping[str, Operator], learner: Mapping[str, Operator]) -> T
         theirs = engine[name]
         key = (re.sub(r"\.\d+\.", ".*.", name), _runs(theirs), _runs(ours))
         rows.setdefault(key, []).append(theirs.digest == ours.digest)
-    table = Table(Column("weight", overflow="fold"), "", "sampler", "learner", "bytes")
+    table = Table(Column("weight", overflow="fold"), "layers", "sampler runs", "learner runs", "published bytes")
     for (name, sampler, learner_runs), same in rows.items():
         alike = "the same" if sampler == learner_runs else f"[red]{learner_runs}[/red]"
         bytes_ = "the same" if all(same) else f"[red]{same.count(False)} differ[/red]"

@@ -8,10 +8,11 @@ A name with a colon is a class of your own: `task = "my_tasks/poems.py:Poems"` o
 from __future__ import annotations
 
 import difflib
+import math
 import pkgutil
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from importlib import import_module
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -142,16 +143,21 @@ def plugin(package: str, several: bool = False) -> BeforeValidator:
 
 def _check(cls: type, name: str, options: dict[str, Any]) -> dict[str, Any]:
     """The options as the types of their fields. Fields are those of a dataclass; any other class takes no options."""
-    fields: list[str] = list(getattr(cls, "__dataclass_fields__", {}))
-    for key in options:
-        if key not in fields:
-            raise ConfigError(unknown(f"option of {name}", key, fields))
-    if not fields:
+    known = [field.name for field in fields(cls)] if is_dataclass(cls) else []
+    for key, value in options.items():
+        if key not in known:
+            raise ConfigError(
+                unknown(f"option of {name}", key, known) if known else f"{name} has no options, not {key!r}"
+            )
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ConfigError(f"{name}.{key}: must be a finite number (got {value})")
+    if not known:
         return options
     try:
         made = TypeAdapter(cls).validate_python(options)
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join([name, *map(str, first["loc"])])
-        raise ConfigError(f"{place}: {first['msg'].removeprefix('Value error, ')}") from None
+        given = f" (got {first['input']!r})" if first["loc"] else ""
+        raise ConfigError(f"{place}: {first['msg'].removeprefix('Value error, ')}{given}") from None
     return {key: getattr(made, key) for key in options}

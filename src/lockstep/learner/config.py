@@ -40,7 +40,7 @@ class LearnerConfig(Config):
     """Experts of a mixture: those the sampler chose, those chosen before the step's first update, or chosen anew."""
     activation_checkpointing: bool = False
     """Compute each layer twice to hold one layer's activations instead of all."""
-    update_scale: float = Field(default=1.0, gt=0)
+    update_scale: float = Field(default=1.0, ge=0.01, le=100)
     """Update-aware scaling: norms times this, the matrices that read them divided by it; checkpoints are without it."""
     update_scale_by: Literal["weights", "rates"] = "weights"
     """Scale the weights, or in their place learning rates: of those matrices times the scale, of norms by 1/scale."""

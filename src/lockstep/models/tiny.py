@@ -24,15 +24,15 @@ CHAT_TEMPLATE = (
 class TinyModel(Config):
     """Shape of a model made on the spot."""
 
-    hidden: int = Field(default=128, ge=8)
+    hidden: int = Field(default=128, ge=8, le=65536)
     """width of the residual stream"""
-    layers: int = Field(default=4, ge=1)
+    layers: int = Field(default=4, ge=1, le=1024)
     """number of decoder layers"""
-    heads: int = Field(default=4, ge=1)
+    heads: int = Field(default=4, ge=1, le=1024)
     """query heads; key/value heads are half as many"""
-    context: int = Field(default=512, ge=16)
+    context: int = Field(default=512, ge=16, le=2**24)
     """longest sequence, prompt and answer"""
-    experts: int = Field(default=0, ge=0)
+    experts: int = Field(default=0, ge=0, le=4096)
     """experts per layer, two of them active; 0 is a dense model"""
 
     @field_validator("experts")

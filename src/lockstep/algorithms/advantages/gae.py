@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from lockstep.algorithms.pieces import Episodes
@@ -17,9 +18,9 @@ class GAE:
 
     scope: ClassVar[str] = "group"
     needs_values: ClassVar[bool] = True
-    gamma: float = 1.0
+    gamma: Annotated[float, Field(ge=0, le=1)] = 1.0
     """γ: how much less a reward is worth one token earlier."""
-    lam: float = 1.0
+    lam: Annotated[float, Field(ge=0, le=1)] = 1.0
     """λ: 1 trusts the rewards that came, 0 the value head's prediction of them."""
 
     def __call__(self, episodes: Episodes) -> Tensor:

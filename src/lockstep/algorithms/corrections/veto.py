@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
-from pydantic import PositiveFloat
+from pydantic import Field
 from torch import Tensor
 
 from lockstep.algorithms.ratios import mismatch
@@ -19,7 +19,7 @@ class Veto:
     """0 if any token of the sequence has w < low else 1;  w = exp(ℓp − ℓb)."""
 
     weighs: ClassVar[bool] = False
-    low: PositiveFloat = 1e-4
+    low: Annotated[float, Field(gt=0, lt=1)] = 1e-4
     """The weight below which a token is a veto."""
 
     @property

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
+from pydantic import Field
 from torch import Tensor
 
 from lockstep.algorithms.segments import seq_count
@@ -14,7 +16,7 @@ from lockstep.types import Batch
 class TokenSumNorm:
     """Σ m·x / (B·horizon)"""
 
-    horizon: int = 1024
+    horizon: Annotated[int, Field(ge=1, le=10**9)] = 1024
     """What a sequence counts, however long it is: usually the longest answer."""
     count_rejected: bool = True
     """Whether what a correction rejected stays in the denominator."""

@@ -1,0 +1,28 @@
+"""What a recipe may say of a plug-in's options: what is no option or no number is refused with the value."""
+
+from __future__ import annotations
+
+import pytest
+
+from lockstep.assembly.recipe import Recipe
+from lockstep.cli.recipe_files import find
+from lockstep.config import ConfigError, load
+
+
+@pytest.mark.parametrize(
+    ("override", "complaint"),
+    [
+        ('rollout.precision={name="w4a16",bits=2}', "w4a16 has no options, not 'bits'"),
+        ('algorithm.correction={name="tis",cap=inf}', r"finite number \(got inf\)"),
+        ('algorithm.correction={name="tis",cap=-2}', r"\(got -2\)"),
+        ('algorithm.correction={name="veto",low=10}', r"\(got 10\)"),
+        ('algorithm.reduction={name="token_sum_norm",horizon=0}', r"\(got 0\)"),
+        ('algorithm.advantage={name="gae",gamma=2}', r"\(got 2\)"),
+        ("learner.update_scale=1e300", r"update_scale.*\(got 1e\+300\)"),
+        ("model.init.hidden=1000000000000", r"hidden.*\(got 1000000000000\)"),
+        ("algorithm.value_coef=-1", r"value_coef.*\(got -1\)"),
+    ],
+)
+def test_options_out_of_range_are_refused_with_their_value(override: str, complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        load(Recipe, find("quickstart"), [override])
