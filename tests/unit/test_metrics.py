@@ -43,6 +43,7 @@ def test_a_name_that_nothing_logs_is_refused_in_a_rule(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["quant/changed/layer31", "reward/part/correct", "time/learn", "mismatch/prob0.01/k1"])
 def test_members_of_families_are_known(name: str) -> None:
+    assert describe(name) is not None
     parse(f"warn when {name} > 1")
 
 
