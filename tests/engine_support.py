@@ -10,9 +10,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lockstep.models import paged
-from lockstep.models.routing import find_routers, install_routing
+from lockstep.models.engine_view import engine_view
+from lockstep.models.routing import find_routers
 from lockstep.models.tiny import SPECIALS, TinyModel, byte_tokenizer, tiny_model
-from lockstep.models.twins import twin
 from lockstep.rollout.config import RolloutConfig
 from lockstep.rollout.core import PAGE_SIZE, EngineCore
 from lockstep.types import Completion, Request, SamplingParams
@@ -44,10 +44,8 @@ def engine_core(
         heads, key, value = paged.kv_shape(text)
         page_bytes = text.num_hidden_layers * PAGE_SIZE * heads * (key + value) * 4 + 64 * record
         config["kv_gib"] = (pages + 0.5) * page_bytes / 2**30
-    view = twin(module, paged.NAME, share=False)
     routers = find_routers(module) if record else None
-    if routers is not None:
-        install_routing(view, routers)
+    view = engine_view(module, share=False, routers=routers)
     return EngineCore(view, byte_tokenizer(), end, RolloutConfig(**config), routers)
 
 

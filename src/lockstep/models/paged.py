@@ -1,8 +1,9 @@
 """Attention over paged KV memory: what the embedded engine calls in place of the model's own attention.
 
 A step's tokens are laid end to end, [1, N]. They fall into segments, one of single-token queries (decode) and one of
-chunks (prefill), each computed as one padded batch over pages gathered by its block table. Nothing is read back within
-a step, so that it can become a CUDA graph.
+chunks (prefill), found by their block table. On a GPU kernels of our own read the pages where they lie; elsewhere each
+segment is one padded batch over gathered pages. Nothing is read back within a decode step, so that it can become a CUDA
+graph.
 
 Shapes: N tokens, B sequences of a segment, Q longest query, P pages, S page size, H key/value heads, G queries per
 key/value head, D head size.
@@ -11,6 +12,7 @@ key/value head, D head size.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedConfig
 
+from lockstep.models import kernels
 from lockstep.models.arguments import refuse_unsupported
 from lockstep.models.routing import Routing
 
@@ -47,19 +50,42 @@ def kv_shape(text: Any) -> tuple[int, int, int]:
     return getattr(text, "num_key_value_heads", None) or text.num_attention_heads, size, size
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Segment:
     """Sequences of one step that are computed together."""
 
     rows: slice  # where its tokens stand among the N
     pages: Tensor  # [B, P] page ids
-    positions: Tensor  # [B, Q] position of each query; padding repeats some valid one
-    query_index: Tensor | None = None  # [B, Q] into the segment's tokens; None: one query each, nothing padded
-    token_index: Tensor | None = None  # [tokens] back from the padded [B*Q]
+    start: Tensor  # [B] position of each sequence's first query
+    count: Tensor | None = None  # [B] queries of each, end to end; None: one each
+    longest: int = 1  # largest count
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """[B, Q] of each query; padding repeats the last."""
+        return self.start[:, None] + self._offsets
+
+    @cached_property
+    def query_index(self) -> Tensor:
+        """[B, Q] into the segment's tokens."""
+        assert self.count is not None
+        return (self.count.cumsum(0) - self.count)[:, None] + self._offsets
+
+    @cached_property
+    def token_index(self) -> Tensor:
+        """[tokens] back from the padded [B*Q]."""
+        assert self.count is not None
+        places = torch.arange(self.longest, device=self.start.device)
+        return (places < self.count[:, None]).flatten().nonzero()[:, 0]
+
+    @cached_property
+    def _offsets(self) -> Tensor:
+        places = torch.arange(self.longest, device=self.start.device)
+        return places if self.count is None else torch.minimum(places, self.count[:, None] - 1)
 
     def visible(self, num_keys: int, window: int | None) -> Tensor:
         """[B, 1, Q, keys] bool: keys at or before the query, and within the window if there is one."""
-        keys = torch.arange(num_keys, device=self.positions.device)
+        keys = torch.arange(num_keys, device=self.start.device)
         query = self.positions[:, None, :, None]
         mask = keys <= query
         return mask if window is None else mask & (keys > query - window)
@@ -103,19 +129,44 @@ def paged_attention(
     keys, values = lockstep.cache.keys[layer], lockstep.cache.values[layer]
     keys.flatten(0, 1).index_copy_(0, lockstep.slots, key[0].transpose(0, 1))
     values.flatten(0, 1).index_copy_(0, lockstep.slots, value[0].transpose(0, 1))
-    lockstep.calls.append(layer)
+    return attend(query[0].transpose(0, 1), layer, lockstep, scaling, sliding_window).unsqueeze(0), None
 
-    query_ND = query[0].transpose(0, 1)  # [N, H*G, D]
-    out_ND = query_ND.new_empty(*query_ND.shape[:2], values.shape[-1])
-    for number, segment in enumerate(lockstep.segments):
-        mask = lockstep.mask(number, sliding_window)
-        out_ND[segment.rows] = _attend(query_ND[segment.rows], keys, values, segment, mask, scaling)
-    return out_ND.unsqueeze(0), None
+
+def attend(query_NHD: Tensor, layer: int, step: PagedStep, scaling: float, window: int | None) -> Tensor:
+    """[N, H*G, D]. The step's own keys and values are in their pages already."""
+    step.calls.append(layer)
+    keys, values = step.cache.keys[layer], step.cache.values[layer]
+    if kernels.available(keys.device) and supports(keys, values):
+        parts = [_attend_fused(query_NHD[s.rows], keys, values, s, scaling, window) for s in step.segments]
+    else:
+        masks = (step.mask(number, window) for number in range(len(step.segments)))
+        segments = zip(step.segments, masks, strict=True)
+        parts = [_attend(query_NHD[s.rows], keys, values, s, mask, scaling) for s, mask in segments]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def supports(keys: Tensor, values: Tensor) -> bool:
+    """The kernels want heads whose size is a power of two of at least 16, the same for keys and values."""
+    size = keys.shape[-1]
+    return size == values.shape[-1] and size >= 16 and size & (size - 1) == 0
+
+
+def _attend_fused(
+    query: Tensor, keys: Tensor, values: Tensor, segment: Segment, scaling: float, window: int | None
+) -> Tensor:
+    from lockstep.models.kernels import attention
+
+    query = query.contiguous()
+    if segment.count is None:
+        return attention.decode(query, keys, values, segment.pages, segment.start + 1, scaling, window)
+    return attention.prefill(
+        query, keys, values, segment.pages, segment.start, segment.count, segment.longest, scaling, window
+    )
 
 
 def _attend(query: Tensor, keys: Tensor, values: Tensor, segment: Segment, mask: Tensor, scaling: float) -> Tensor:
     k, v = (_gather(cache, segment.pages).transpose(1, 2) for cache in (keys, values))  # [B, H, P*S, D]
-    if segment.query_index is None:  # one query each: a head's G queries become G rows over the same keys
+    if segment.count is None:  # one query each: a head's G queries become G rows over the same keys
         folded = query.unflatten(1, (k.shape[1], -1))  # [B, H, G, D]
         mask = mask.expand(-1, -1, folded.shape[2], -1)
         return F.scaled_dot_product_attention(folded, k, v, attn_mask=mask, scale=scaling).flatten(1, 2)

@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from lockstep.config import ConfigError
 from lockstep.models import paged, varlen
+from lockstep.models.fused import fuse
 from lockstep.models.paged import KVCache, PagedStep, Segment
 from lockstep.models.twins import twin
 
@@ -75,6 +76,7 @@ def _packed_logp(module: PreTrainedModel, probes: list[Tensor]) -> list[Tensor]:
 def _paged_logp(module: PreTrainedModel, probes: list[Tensor]) -> list[Tensor]:
     """Each probe in three steps: a first chunk, the rest but one, and the last token as a decode step of all probes."""
     view = twin(module, paged.NAME, share=True)
+    fuse(view)
     pages = -(-max(LENGTHS) // PAGE_SIZE)
     cache = KVCache(
         module.config, num_pages=pages * len(probes), page_size=PAGE_SIZE, dtype=module.dtype, device=module.device
@@ -87,15 +89,15 @@ def _paged_logp(module: PreTrainedModel, probes: list[Tensor]) -> list[Tensor]:
             segment = Segment(
                 rows=slice(0, end - start),
                 pages=tables[number : number + 1],
-                positions=span[None],
-                query_index=(span - start)[None],
-                token_index=span - start,
+                start=span[:1],
+                count=torch.tensor([end - start], device=module.device),
+                longest=end - start,
             )
             parts[number].append(
                 _paged_forward(view, cache, probe[span], span, tables[number][span // PAGE_SIZE], [segment])
             )
     last = torch.tensor([len(p) - 1 for p in probes], device=module.device)
-    decode = Segment(rows=slice(0, len(probes)), pages=tables, positions=last[:, None])
+    decode = Segment(rows=slice(0, len(probes)), pages=tables, start=last)
     tokens = torch.stack([p[-1] for p in probes])
     pages_of_last = tables.gather(1, (last // PAGE_SIZE)[:, None])[:, 0]
     for number, logits in enumerate(_paged_forward(view, cache, tokens, last, pages_of_last, [decode])):

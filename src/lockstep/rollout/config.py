@@ -42,6 +42,8 @@ class RolloutConfig(Config):
     """tokens computed in one engine step, at most: longer prompts are prefilled in chunks"""
     kv_gib: float = Field(default=2.0, gt=0)
     """memory for keys and values, at most"""
+    compile: bool = True
+    """on a GPU: decode steps as CUDA graphs, many in a row; without, each step is launched by itself"""
     update: UpdatePolicy = "keep_kv"
     """running answers when new weights arrive: go on with old keys and values, recompute them, or finish first"""
 

@@ -10,15 +10,18 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lockstep.config import ConfigError
+from lockstep.models import kernels
 from lockstep.models.operators import engine_operators
 from lockstep.models.paged import KVCache, kv_shape
 from lockstep.models.routes import RouteMemory
 from lockstep.models.routing import Routers
+from lockstep.rollout.burst import STEPS, Burst
 from lockstep.rollout.config import RolloutConfig
 from lockstep.rollout.pages import PagePool
 from lockstep.rollout.routes import Recorder
+from lockstep.rollout.rows import Rows
 from lockstep.rollout.runner import Runner
-from lockstep.rollout.scheduler import Scheduler
+from lockstep.rollout.scheduler import Draws, Scheduler
 from lockstep.rollout.sequence import Sequence
 from lockstep.types import Completion, Operator, Request, StopReason
 
@@ -46,25 +49,28 @@ class EngineCore:
         self.dtype = parameter.dtype
         num_pages = self._num_pages(config, self.dtype, routers)
         self.capacity = num_pages * PAGE_SIZE
-        cache = KVCache(
-            module.config, num_pages=num_pages, page_size=PAGE_SIZE, dtype=self.dtype, device=parameter.device
-        )
-        self.recorder = None
-        if routers is not None:
-            self.recorder = Recorder(RouteMemory(routers, self.capacity, parameter.device), PAGE_SIZE)
+        device = parameter.device
+        cache = KVCache(module.config, num_pages=num_pages + 1, page_size=PAGE_SIZE, dtype=self.dtype, device=device)
+        memory = RouteMemory(routers, self.capacity + PAGE_SIZE, device) if routers is not None else None
+        self.recorder = Recorder(memory, PAGE_SIZE) if memory is not None else None
         pages_per_seq = min(num_pages, -(-self.context // PAGE_SIZE))
-        self.runner = Runner(
-            module, cache, max_seqs=config.max_seqs, max_pages_per_seq=pages_per_seq, recorder=self.recorder
-        )
+        self.rows = Rows(config.max_seqs, pages_per_seq, module.config.get_text_config().vocab_size, device)
+        burst = None
+        if config.compile and kernels.available(device):
+            burst = Burst(module, cache, self.rows, end_tokens, memory)
+        self.runner = Runner(module, cache, self.rows, recorder=self.recorder, burst=burst)
         self.scheduler = Scheduler(
             pool=PagePool(num_pages, PAGE_SIZE),
             max_seqs=config.max_seqs,
             max_step_tokens=max(config.step_tokens, config.max_seqs),
+            run_ahead=STEPS if burst is not None else 1,
         )
         if self.recorder is not None:
             self.scheduler.leaving = self.recorder.leaving
         self._arrivals = 0
         self._ended: list[Sequence] = []
+        if burst is not None:
+            burst.warm_up()
 
     def _num_pages(self, config: RolloutConfig, dtype: torch.dtype, routers: Routers | None) -> int:
         """As many pages as every row could ever fill, or as the memory allows."""
@@ -86,7 +92,7 @@ class EngineCore:
             raise ConfigError(f"request {request.uid!r}: {problem}")
 
     def _problem(self, request: Request) -> str | None:
-        num_prompt, params, vocab = len(request.tokens), request.params, self.runner.sampling.vocab
+        num_prompt, params, vocab = len(request.tokens), request.params, self.rows.sampling.vocab
         if not num_prompt:
             return "no prompt tokens"
         if num_prompt >= self.context:
@@ -107,7 +113,7 @@ class EngineCore:
 
     def add(self, requests: Seq[Request]) -> None:
         for request in requests:
-            self.scheduler.add([Sequence.of(request, self._arrivals)])
+            self.scheduler.add([Sequence.of(request, self._arrivals, self.context)])
             self._arrivals += 1
 
     @property
@@ -117,8 +123,7 @@ class EngineCore:
     def step(self) -> list[Completion]:
         """Computes one step; returns what finished with it, or shortly before."""
         plan = self.scheduler.schedule()
-        tokens, logp = self.runner.run(plan).tolists()
-        self._ended += self.scheduler.commit(plan, tokens, logp, self._stopped)
+        self._ended += self.scheduler.commit(plan, self.runner.run(plan), self._take)
         return self._completions(wait=not self.busy)
 
     def abort(self, uids: set[str]) -> list[Completion]:
@@ -155,6 +160,21 @@ class EngineCore:
     def operators(self, names: Seq[str] | None = None) -> dict[str, Operator]:
         return engine_operators(self.module, self.dtype, names)
 
+    def _take(self, seq: Sequence, drawn: Draws) -> int:
+        """Appends what was drawn for a sequence, up to where it must stop. Of a burst, the device ended it at an end
+        token or its limit; what only the host knows is looked for token by token."""
+        params, before = seq.request.params, len(seq.tokens)
+        pieces = [drawn]
+        if params.stop or params.stop_tokens:
+            pieces = [([token], [logp]) for token, logp in zip(*drawn, strict=True)]
+        for tokens, logp in pieces:
+            seq.tokens += tokens
+            seq.logp += logp
+            seq.stop_reason = self._stopped(seq)
+            if seq.stop_reason is not None:
+                break
+        return len(seq.tokens) - before
+
     def _stopped(self, seq: Sequence) -> StopReason | None:
         params = seq.request.params
         token = seq.tokens[-1]
@@ -162,9 +182,7 @@ class EngineCore:
             return StopReason.EOS
         if params.stop and self._hit_stop_string(seq):
             return StopReason.STOP
-        if len(seq.logp) >= params.max_tokens or len(seq.tokens) >= self.context:
-            return StopReason.LENGTH
-        return None
+        return StopReason.LENGTH if len(seq.tokens) >= seq.limit else None
 
     def _hit_stop_string(self, seq: Sequence) -> bool:
         """Looks at the end only; a token may be less than a character, so a few more than characters are read."""

@@ -7,12 +7,12 @@ the device, no state, no host sync.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from lockstep.models import kernels
 from lockstep.types import SamplingParams
 
 
@@ -38,34 +38,54 @@ class SamplingTable:
         self.vocab = vocab
         self.floats = torch.ones(max_rows, 3, device=device)  # temperature, top_p, min_p
         self.ints = torch.zeros(max_rows, 3, dtype=torch.int64, device=device)  # greedy, top_k, seed
+        self._pending: dict[int, SamplingParams] = {}
 
     def write(self, row: int, params: SamplingParams) -> None:
-        top_k = min(params.top_k or self.vocab, self.vocab)
-        self.floats[row] = torch.tensor([params.temperature or 1.0, params.top_p, params.min_p])
-        self.ints[row] = torch.tensor([params.temperature == 0, top_k, _signed(params.seed)])
+        """With the next `flush`: one copy for all rows that are new."""
+        self._pending[row] = params
 
-    def batch(self, rows: Tensor, positions: Tensor, params: Sequence[SamplingParams]) -> SamplingBatch:
+    def flush(self) -> None:
+        if not self._pending:
+            return
+        device, chosen = self.floats.device, self._pending.values()
+        floats = [[p.temperature or 1.0, p.top_p, p.min_p] for p in chosen]
+        ints = [[p.temperature == 0, min(p.top_k or self.vocab, self.vocab), _signed(p.seed)] for p in chosen]
+        rows = torch.tensor(list(self._pending), device=device)
+        self.floats[rows] = torch.tensor(floats, device=device)
+        self.ints[rows] = torch.tensor(ints, dtype=torch.int64, device=device)
+        self._pending.clear()
+
+    def batch(self, rows: Tensor, positions: Tensor, *, any_greedy: bool, any_truncated: bool) -> SamplingBatch:
         temperature, top_p, min_p = self.floats[rows].unbind(1)
         greedy, top_k, seed = self.ints[rows].unbind(1)
         return SamplingBatch(
-            temperature=temperature,
+            temperature=temperature.contiguous(),
             greedy=greedy.bool(),
             top_k=top_k,
             top_p=top_p,
             min_p=min_p,
             seed=seed,
             position=positions,
-            any_greedy=any(p.temperature == 0 for p in params),
-            any_truncated=any(p.top_k > 0 or p.top_p < 1 or p.min_p > 0 for p in params),
+            any_greedy=any_greedy,
+            any_truncated=any_truncated,
         )
+
+
+def truncated(params: SamplingParams) -> bool:
+    return params.top_k > 0 or params.top_p < 1 or params.min_p > 0
 
 
 def sample(logits_BV: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor]:
     """(token, log-prob) of each row. Greedy rows take the first largest logit, scored at temperature 1."""
-    logits_BV = logits_BV.float() / batch.temperature[:, None]
+    temperature = batch.temperature
     if batch.any_truncated:
-        logits_BV = truncate(logits_BV, batch)
-    logp_BV = logits_BV.log_softmax(-1)
+        logits_BV = truncate(logits_BV.float() / temperature[:, None], batch)
+        temperature = torch.ones_like(temperature)
+    if kernels.available(logits_BV.device):
+        from lockstep.rollout.kernels import draw
+
+        return draw(logits_BV, temperature, batch.greedy, uniform(batch.seed, batch.position))
+    logp_BV = (logits_BV.float() / temperature[:, None]).log_softmax(-1)
     cdf_BV = logp_BV.exp().double().cumsum(-1)
     threshold = uniform(batch.seed, batch.position) * cdf_BV[:, -1]
     tokens = torch.searchsorted(cdf_BV, threshold[:, None], right=True)[:, 0]  # first entry above: never of zero mass

@@ -8,12 +8,16 @@ from __future__ import annotations
 import heapq
 from bisect import insort
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from lockstep.rollout.pages import PagePool
 from lockstep.rollout.sequence import Sequence
 from lockstep.types import StopReason
+
+Draws: TypeAlias = tuple[list[int], list[float]]
+"""Tokens drawn for one sequence and their log-probs, in order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +39,7 @@ class Plan:
     decode: list[Chunk]  # one token each
     prefill: list[Chunk]
     version: int  # of the weights that compute it
+    steps: int = 1  # decode steps in a row, where there is nothing to prefill
 
     @property
     def chunks(self) -> list[Chunk]:
@@ -55,6 +60,7 @@ class Scheduler:
     pool: PagePool
     max_seqs: int
     max_step_tokens: int
+    run_ahead: int = 1  # decode steps that are computed without asking, at most
     version: int = 0
     admitting: bool = True  # False while draining for a weight update
     waiting: deque[Sequence] = field(default_factory=deque)  # oldest first
@@ -83,27 +89,41 @@ class Scheduler:
         prefill = self._continue_prefill(self.max_step_tokens - len(decode))
         if preemptions == self.counters.preemptions:  # who just lost its pages is not let in again at once
             prefill += self._admit(self.max_step_tokens - len(decode) - sum(c.end - c.start for c in prefill), prefill)
-        self.counters.steps += 1
-        return Plan(*([c for c in chunks if c.seq.row >= 0] for chunks in (decode, prefill)), version=self.version)
+        decode, prefill = ([c for c in chunks if c.seq.row >= 0] for chunks in (decode, prefill))
+        steps = 1 if prefill else self._run_ahead([c.seq for c in decode])
+        self.counters.steps += steps
+        return Plan(decode, prefill, version=self.version, steps=steps)
 
-    def commit(
-        self, plan: Plan, tokens: list[int], logp: list[float], stopped: Callable[[Sequence], StopReason | None]
-    ) -> list[Sequence]:
-        """Takes in one sampled token per sampling chunk, in plan order; returns the sequences that ended."""
-        finished, drawn = [], iter(zip(tokens, logp, strict=True))
+    def _run_ahead(self, seqs: Collection[Sequence]) -> int:
+        """Decode steps that can be computed in a row: pages for them are there, without taking any from another.
+
+        Fewer while others wait: a row that ends in between is empty until the next look.
+        """
+        longest = max((seq.limit - len(seq.tokens) for seq in seqs), default=1)
+        steps = max(1, min(self.run_ahead // 4 if self.waiting else self.run_ahead, longest))
+        ends = [min(len(seq.tokens) - 1 + steps, seq.limit) for seq in seqs]
+        if sum(max(0, self._pages_needed(s, end)) for s, end in zip(seqs, ends, strict=True)) > self.pool.num_available:
+            return 1
+        for seq, end in zip(seqs, ends, strict=True):
+            self._grow(seq, end)
+        return steps
+
+    def commit(self, plan: Plan, drawn: Iterable[Draws], taken: Callable[[Sequence, Draws], int]) -> list[Sequence]:
+        """Takes in what was sampled, for every sampling chunk in plan order; returns the sequences that ended.
+
+        `taken` appends to a sequence what it accepts, says how many that were, and ends it where it must.
+        """
+        finished, drawn = [], iter(drawn)
         for chunk in plan.chunks:
-            seq = chunk.seq
-            samples = chunk.samples
-            seq.num_computed = chunk.end
-            seq.computed_by += [self.version] * (chunk.end - chunk.start)
+            seq, num_taken = chunk.seq, 1
+            if chunk.samples:
+                num_taken = taken(seq, next(drawn))
+                seq.versions += [self.version] * num_taken
+                self.counters.sampled_tokens += num_taken
+            end = chunk.end + num_taken - 1
+            seq.num_computed = end
+            seq.computed_by += [self.version] * (end - chunk.start)
             self._cache_full_pages(seq)
-            if samples:
-                token, value = next(drawn)
-                seq.tokens.append(token)
-                seq.logp.append(value)
-                seq.versions.append(self.version)
-                self.counters.sampled_tokens += 1
-                seq.stop_reason = stopped(seq)
             if seq.stop_reason is not None:
                 finished.append(seq)
         for seq in finished:

@@ -14,6 +14,7 @@ class Sequence:
     request: Request
     arrival: int  # order of submission: older ones are served first and preempted last
     tokens: list[int]
+    limit: int  # most tokens it may come to have
     logp: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)
@@ -26,8 +27,9 @@ class Sequence:
     stop_reason: StopReason | None = None
 
     @classmethod
-    def of(cls, request: Request, arrival: int) -> Sequence:
-        return cls(request=request, arrival=arrival, tokens=list(request.tokens))
+    def of(cls, request: Request, arrival: int, context: int) -> Sequence:
+        limit = min(len(request.tokens) + request.params.max_tokens, context)
+        return cls(request=request, arrival=arrival, tokens=list(request.tokens), limit=limit)
 
     @property
     def num_prompt(self) -> int:

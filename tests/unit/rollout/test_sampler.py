@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lockstep.rollout.sampler import SamplingTable, sample, truncate, uniform
+from lockstep.rollout.sampler import SamplingBatch, SamplingTable, sample, truncate, uniform
 from lockstep.types import SamplingParams
 
 VOCAB = 40
@@ -18,7 +18,12 @@ def draw(logits: Tensor, params: list[SamplingParams], positions: list[int]) -> 
     table = SamplingTable(len(params), logits.shape[-1], torch.device("cpu"))
     for row, param in enumerate(params):
         table.write(row, param)
-    return sample(logits, table.batch(torch.arange(len(params)), torch.tensor(positions), params))
+    return sample(logits, batch_of(table, torch.arange(len(params)), torch.tensor(positions)))
+
+
+def batch_of(table: SamplingTable, rows: Tensor, positions: Tensor) -> SamplingBatch:
+    table.flush()
+    return table.batch(rows, positions, any_greedy=True, any_truncated=True)
 
 
 def params(**values: float) -> SamplingParams:
@@ -57,7 +62,7 @@ def test_draws_follow_the_distribution(options: dict[str, float]) -> None:
     p = params(**options)
     table = SamplingTable(1, VOCAB, torch.device("cpu"))
     table.write(0, p)
-    batch = table.batch(torch.zeros(num, dtype=torch.int64), torch.arange(num), [p])
+    batch = batch_of(table, torch.zeros(num, dtype=torch.int64), torch.arange(num))
     tokens, logp = sample(logits.expand(num, -1), batch)
     expected = torch.tensor(kept_distribution(logits[0].tolist(), p))
     counts = torch.bincount(tokens, minlength=VOCAB)
@@ -103,7 +108,7 @@ def test_off_is_off_next_to_a_truncating_row() -> None:
     table = SamplingTable(2, 50_000, torch.device("cpu"))
     table.write(0, plain)
     table.write(1, truncating)
-    kept = truncate(logits, table.batch(torch.arange(2), torch.zeros(2), [plain, truncating]))
+    kept = truncate(logits, batch_of(table, torch.arange(2), torch.zeros(2)))
     assert torch.equal(kept[0], logits[0])
     assert kept[1].isinf().any()
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from engine_support import ask
 from lockstep.rollout.pages import PagePool
-from lockstep.rollout.scheduler import Plan, Scheduler
+from lockstep.rollout.scheduler import Draws, Plan, Scheduler
 from lockstep.rollout.sequence import Sequence
 from lockstep.types import StopReason
 
@@ -30,11 +30,22 @@ class Shadow:
         plan = self.scheduler.schedule()
         self._check_plan(plan)
         for chunk in plan.chunks:
-            self._write(chunk.seq, chunk.start, chunk.end)
+            self._write(chunk.seq, chunk.seq.tokens, chunk.start, chunk.end)
             self.computed += chunk.end - chunk.start
-        drawn = [sum(c.seq.tokens) % 7 for c in plan.chunks if c.samples]
-        self.finished += self.scheduler.commit(plan, drawn, [0.0] * len(drawn), _stopped)
+        drawn = [self._draw(c.seq, plan.steps) for c in plan.chunks if c.samples]
+        self.finished += self.scheduler.commit(plan, drawn, _take)
         self.check()
+
+    def _draw(self, seq: Sequence, steps: int) -> Draws:
+        """As the device does: token after token, until the sequence has all it may have."""
+        tokens = list(seq.tokens)
+        while len(tokens) < min(len(seq.tokens) + steps, seq.limit):
+            if len(tokens) > len(seq.tokens):
+                self._write(seq, tokens, len(tokens) - 1, len(tokens))
+                self.computed += 1
+            tokens.append(sum(tokens) % 7)
+        new = tokens[len(seq.tokens) :]
+        return new, [0.0] * len(new)
 
     def run(self, limit: int = 3000) -> None:
         while not self.scheduler.idle:
@@ -51,10 +62,10 @@ class Shadow:
         oldest = min(self.scheduler.running, key=lambda s: s.arrival)
         assert any(c.seq is oldest for c in chunks), "the oldest is always served"
 
-    def _write(self, seq: Sequence, start: int, end: int) -> None:
+    def _write(self, seq: Sequence, tokens: list[int], start: int, end: int) -> None:
         for position in range(start, end):
             slot = (seq.pages[position // PAGE], position % PAGE)
-            self.slots[slot] = (self.scheduler.version, tuple(seq.tokens[: position + 1]))
+            self.slots[slot] = (self.scheduler.version, tuple(tokens[: position + 1]))
 
     def check(self) -> None:
         pool, scheduler = self.scheduler.pool, self.scheduler
@@ -80,16 +91,21 @@ class Shadow:
         assert sorted(rows + scheduler._rows) == list(range(scheduler.max_seqs))
 
 
-def _stopped(seq: Sequence) -> StopReason | None:
-    return StopReason.LENGTH if len(seq.logp) >= seq.request.params.max_tokens else None
+def _take(seq: Sequence, drawn: Draws) -> int:
+    seq.tokens += drawn[0]
+    seq.logp += drawn[1]
+    if len(seq.logp) >= seq.request.params.max_tokens:
+        seq.stop_reason = StopReason.LENGTH
+    return len(drawn[0])
 
 
-def make(num_pages: int = 64, max_seqs: int = 8, step_tokens: int = 64) -> Shadow:
-    return Shadow(Scheduler(PagePool(num_pages, PAGE), max_seqs=max_seqs, max_step_tokens=step_tokens))
+def make(num_pages: int = 64, max_seqs: int = 8, step_tokens: int = 64, run_ahead: int = 1) -> Shadow:
+    pool = PagePool(num_pages, PAGE)
+    return Shadow(Scheduler(pool, max_seqs=max_seqs, max_step_tokens=step_tokens, run_ahead=run_ahead))
 
 
 def sequences(*specs: tuple[list[int], int], first: int = 0) -> list[Sequence]:
-    return [Sequence.of(ask(f"{i}", t, n), i) for i, (t, n) in enumerate(specs, start=first)]
+    return [Sequence.of(ask(f"{i}", t, n), i, context=1000) for i, (t, n) in enumerate(specs, start=first)]
 
 
 LOAD = st.lists(
@@ -104,12 +120,18 @@ LOAD = st.lists(
 
 
 @settings(max_examples=150, deadline=None)
-@given(load=LOAD, num_pages=st.integers(8, 24), max_seqs=st.integers(1, 5), step_tokens=st.integers(5, 24))
+@given(
+    load=LOAD,
+    num_pages=st.integers(8, 24),
+    max_seqs=st.integers(1, 5),
+    step_tokens=st.integers(5, 24),
+    run_ahead=st.integers(1, 9),
+)
 def test_random_load(
-    load: list[tuple[list[int], int, str, int]], num_pages: int, max_seqs: int, step_tokens: int
+    load: list[tuple[list[int], int, str, int]], num_pages: int, max_seqs: int, step_tokens: int, run_ahead: int
 ) -> None:
     """Nothing leaks, nothing is shared wrongly, everything ends, whatever comes."""
-    shadow = make(num_pages, max_seqs, step_tokens)
+    shadow = make(num_pages, max_seqs, step_tokens, run_ahead)
     scheduler, aborted = shadow.scheduler, []
     for arrival, (tokens, max_tokens, event, steps) in enumerate(load):
         scheduler.add(sequences((tokens, max_tokens), first=arrival))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from functools import partial
 
 import pytest
 from transformers import PreTrainedModel
 
 from engine_support import ask, engine_core, finish, prompt
+from lockstep.rollout.scheduler import Draws, Plan
 from lockstep.types import Completion, Request, StopReason
 
 
@@ -42,19 +43,20 @@ def test_ends_of_an_answer(dense: PreTrainedModel) -> None:
         ("nothing here", ("?",), None),
     ],
 )
-def test_stop_strings(dense: PreTrainedModel, text: str, stop: tuple[str, ...], end: str | None) -> None:
+@pytest.mark.parametrize("run_ahead", [1, 7])
+def test_stop_strings(
+    dense: PreTrainedModel, text: str, stop: tuple[str, ...], end: str | None, run_ahead: int
+) -> None:
     """A model that says `text`, byte by byte."""
     core = engine_core(dense)
     script = core.tokenizer.encode(text)
-    core.runner.run = lambda plan: _Scripted(script, plan)  # type: ignore[method-assign,assignment]
+    core.runner.run = partial(_scripted, script, run_ahead)  # type: ignore[method-assign,assignment]
     completion = finish(core, [ask("r", (1, 2), len(script), stop=stop)])["r"]
     assert core.tokenizer.decode(completion.tokens) == (end or text)
     assert completion.stop_reason is (StopReason.STOP if end else StopReason.LENGTH)
 
 
-class _Scripted:
-    def __init__(self, script: Sequence[int], plan: Any) -> None:
-        self._tokens = [script[len(c.seq.logp)] for c in plan.chunks if c.samples]
-
-    def tolists(self) -> tuple[list[int], list[float]]:
-        return self._tokens, [0.0] * len(self._tokens)
+def _scripted(script: Sequence[int], run_ahead: int, plan: Plan) -> list[Draws]:
+    """What a burst of `run_ahead` steps hands over: more than may be kept."""
+    spans = [script[len(c.seq.logp) :][:run_ahead] for c in plan.chunks if c.samples]
+    return [(list(span), [0.0] * len(span)) for span in spans]

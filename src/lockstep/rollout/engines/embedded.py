@@ -13,11 +13,10 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
 from lockstep.data.chat import end_tokens
-from lockstep.models import paged
+from lockstep.models.engine_view import engine_view
 from lockstep.models.loading import Loaded
 from lockstep.models.lowbit import LowBitWeights
-from lockstep.models.routing import Routers, install_routing
-from lockstep.models.twins import twin
+from lockstep.models.routing import Routers
 from lockstep.protocols import WeightStore
 from lockstep.rollout.config import RolloutConfig, UpdatePolicy
 from lockstep.rollout.core import EngineCore
@@ -85,12 +84,7 @@ class Embedded:
 
         `low_bit` takes the place of the model's matrices. What `routers` choose is recorded.
         """
-        replaced = low_bit.encoded if low_bit is not None else ()
-        view = twin(loaded.module, paged.NAME, share=store is None, replaced=replaced)
-        if routers is not None:
-            install_routing(view, routers)
-        if low_bit is not None:
-            low_bit.run_by_engine(view, share=store is None)
+        view = engine_view(loaded.module, share=store is None, low_bit=low_bit, routers=routers)
         ends = end_tokens(loaded.tokenizer, loaded.module.generation_config.eos_token_id)  # type: ignore[union-attr]
         return cls(EngineCore(view, loaded.tokenizer, ends, config, routers), store=store, update=config.update)
 

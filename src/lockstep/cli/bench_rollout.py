@@ -1,0 +1,207 @@
+"""`lockstep bench rollout`: engines on the same prompts, lengths and weights, each in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+from rich.console import Console
+from transformers import AutoConfig
+
+from lockstep.cli.rollout_engines import ENGINES, Answer, plain_model
+from lockstep.cli.rollout_workloads import SHAPES, WORKLOADS, Workload, checkpoint, rescore, weight_bytes
+from lockstep.config import ConfigError
+
+SCORED = 4  # answers that are held against a full forward
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    engine: str
+    workload: str
+    tokens: int  # drawn
+    seconds: float  # prompts and answers
+    prefill_seconds: float  # the same with one token each
+    limit_seconds: float  # of decoding
+    steps: int  # longest answer
+    gib: float  # of the device, in use at the end
+    start_seconds: float  # from a checkpoint to the first request
+    difference: float | None  # mean |log-prob − that of plain transformers|, nats; None: the engine returns none
+    entropy: float | None  # mean −log-prob
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.seconds
+
+    @property
+    def decode_ms(self) -> float:
+        return (self.seconds - self.prefill_seconds) / max(1, self.steps - 1) * 1e3
+
+    @property
+    def of_limit(self) -> float:
+        return self.limit_seconds / (self.seconds - self.prefill_seconds)
+
+
+def run_engine(engine: str, folder: Path, workloads: Sequence[Workload], options: dict[str, Any]) -> list[Result]:
+    """In this process: starts one engine and takes it through the workloads."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    config = AutoConfig.from_pretrained(folder)
+    vocab = config.vocab_size
+    begun = time.perf_counter()
+    answer = ENGINES[engine](folder, device, options)
+    start = time.perf_counter() - begun
+    results = []
+    for workload in workloads:
+        requests = workload.requests(vocab)
+        answer([(prompt, min(n, 24)) for prompt, n in requests])  # whatever is compiled on first use
+        prefill = _timed(answer, [(prompt, 1) for prompt, _ in requests])[0]
+        runs = [_timed(answer, requests) for _ in range(options.get("repeats", 2))]
+        seconds, answers = min(runs, key=lambda run: run[0])
+        _require_sane(answers, requests, vocab)
+        results.append((workload, seconds, prefill, answers, start, _gib_in_use(device)))
+    module = plain_model(folder, device)
+    return [_result(engine, w, s, p, a, st, g, folder, module, vocab) for w, s, p, a, st, g in results]
+
+
+def _timed(answer: Any, requests: Sequence[tuple[list[int], int]]) -> tuple[float, list[Answer]]:
+    begun = time.perf_counter()
+    answers = answer(requests)
+    return time.perf_counter() - begun, answers
+
+
+def _result(
+    engine: str, workload: Workload, seconds: float, prefill: float, answers: list[Answer], start: float, gib: float,
+    folder: Path, module: Any, vocab: int,
+) -> Result:  # fmt: skip
+    requests = workload.requests(vocab)
+    difference = entropy = None
+    if answers[0][1]:
+        scored = [
+            (a, rescore(module, prompt, a[0])) for a, (prompt, _) in list(zip(answers, requests, strict=True))[:SCORED]
+        ]
+        difference = fmean(abs(x - y) for (_, logp), found in scored for x, y in zip(logp, found, strict=True))
+        entropy = -fmean(x for (_, logp), _ in scored for x in logp)
+    limit = workload.limit_seconds(module.config, weight_bytes(folder), vocab)
+    num_tokens, longest = sum(len(t) for t, _ in answers), max(len(t) for t, _ in answers)
+    return Result(engine, workload.name, num_tokens, seconds, prefill, limit, longest, gib, start, difference, entropy)
+
+
+def _require_sane(answers: Sequence[Answer], requests: Sequence[tuple[list[int], int]], vocab: int) -> None:
+    for (tokens, logp), (_, length) in zip(answers, requests, strict=True):
+        if len(tokens) != length or not all(0 <= t < vocab for t in tokens) or any(not x <= 0 for x in logp):
+            raise RuntimeError(
+                f"an answer of {len(tokens)} tokens where {length} were asked for, or not of the vocabulary"
+            )
+    if len({tuple(tokens[:16]) for tokens, _ in answers}) < len(answers) // 2:
+        raise RuntimeError("more than half of the answers begin alike")
+
+
+def _gib_in_use(device: torch.device) -> float:
+    if device.type != "cuda":
+        return 0.0
+    free, total = torch.cuda.mem_get_info()
+    return (total - free) / 2**30
+
+
+def compare(
+    shape: str, layers: int | None, workloads: Sequence[str], engines: Sequence[str], out: Path | None, console: Console
+) -> None:
+    """`engines` are names, with options after colons: `vllm:multiprocessing=0`."""
+    chosen = [WORKLOADS[name] for name in _known("workload", workloads, WORKLOADS)]
+    _known("shape", [shape], SHAPES)
+    _known("engine", [name.partition(":")[0] for name in engines], ENGINES)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    context = max(w.context for w in chosen)
+    results: list[Result] = []
+    with checkpoint(SHAPES[shape], layers, context, device) as folder:
+        torch.cuda.empty_cache()
+        for engine in engines:
+            with console.status(f"{engine} …"):
+                results += _in_process(engine, folder, chosen)
+            for result in [r for r in results if r.engine == engine]:
+                console.print(f"{result.engine} {result.workload}: {result.tokens_per_s:,.0f} tok/s")
+    text = f"{shape}{f', {layers} layers' if layers else ''}, {_device_name()}\n\n{table(results)}\n"
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+    if out:
+        with out.open("a") as file:
+            file.write(text + "\n")
+
+
+def _known(kind: str, names: Sequence[str], known: dict[str, Any]) -> Sequence[str]:
+    for name in names:
+        if name not in known:
+            raise ConfigError(f"unknown {kind} {name!r}; choices: {', '.join(known)}")
+    return names
+
+
+def _in_process(engine: str, folder: str, workloads: Sequence[Workload]) -> list[Result]:
+    command = [sys.executable, "-m", "lockstep.cli.bench_rollout", engine, folder, *(w.name for w in workloads)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1200, check=False)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULTS ")]
+    if done.returncode or not lines:
+        tail = "\n".join((done.stdout + done.stderr).splitlines()[-40:])
+        raise RuntimeError(f"{engine} failed:\n{tail}")
+    return [Result(**fields) for fields in json.loads(lines[0].removeprefix("RESULTS "))]
+
+
+def table(results: Sequence[Result]) -> str:
+    lines = [
+        "| workload | engine | tok/s | × vLLM | s | prefill s | ms/step | of the limit | GiB | start s | Δ log-prob |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for workload in dict.fromkeys(r.workload for r in results):
+        rows = [r for r in results if r.workload == workload]
+        base = max((r.tokens_per_s for r in rows if r.engine.startswith("vllm")), default=None)
+        lines += [_line(r, base) for r in rows]
+    return "\n".join(lines)
+
+
+def _line(r: Result, base: float | None) -> str:
+    ratio = f"{r.tokens_per_s / base:.2f}" if base else "–"
+    difference = f"{r.difference:.4f}" if r.difference is not None else "–"
+    return (
+        f"| {r.workload} | {r.engine} | {r.tokens_per_s:,.0f} | {ratio} | {r.seconds:.2f} | {r.prefill_seconds:.2f} "
+        f"| {r.decode_ms:.2f} | {r.of_limit:.0%} | {r.gib:.0f} | {r.start_seconds:.0f} | {difference} |"
+    )
+
+
+def _device_name() -> str:
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    return f"{name}, torch {torch.__version__}"
+
+
+def _options(engine: str, folder: Path, workloads: Sequence[Workload]) -> dict[str, Any]:
+    """Rows and pages for everything at once: no engine queues or preempts."""
+    config = AutoConfig.from_pretrained(folder)
+    requests = max(w.prompts * w.samples for w in workloads)
+    token_bytes = 2 * 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+    tokens = max(w.prompts * w.samples * (w.context + 32) for w in workloads)
+    options: dict[str, Any] = {
+        "max_seqs": requests,
+        "context": max(w.context for w in workloads),
+        "kv_gib": min(70.0, 2 * tokens * token_bytes / 2**30 + 0.1),
+    }
+    for setting in engine.split(":")[1:]:
+        key, _, value = setting.partition("=")
+        options[key] = json.loads(value) if value[:1].isdigit() or value in ("true", "false") else value
+    return options
+
+
+def main(engine: str, folder: str, *names: str) -> None:
+    workloads = [WORKLOADS[name] for name in names]
+    options = _options(engine, Path(folder), workloads)
+    results = run_engine(engine.partition(":")[0], Path(folder), workloads, options)
+    named = [asdict(result) | {"engine": engine} for result in results]
+    print("RESULTS " + json.dumps(named), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,135 @@
+"""Decoder layers with fewer launches: the same modules and weights, other forwards.
+
+The engine's view of a model keeps its classes, names and tensors. Where a part is of a kind we know, its forward is
+replaced: norms become one kernel, q/k/v and gate/up one product each; head norms, rotation and the write into the pages
+one kernel. Whatever else a model has runs as transformers wrote it. The self-check holds the result against plain
+transformers.
+
+One product of several weights needs them to lie side by side: `lay_together` moves them there once. Each is a view of
+the common memory from then on, so that copies into it, and updates in place, reach the product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from lockstep.models import kernels
+from lockstep.models.arguments import refuse_unsupported
+from lockstep.models.paged import PagedStep, attend, kv_shape
+
+FAMILIES = ("Llama", "Mistral", "Mixtral", "Qwen2", "Qwen2Moe", "Qwen3", "Qwen3Moe")
+ATTENTION = frozenset(f"{family}Attention" for family in FAMILIES)  # project, norm heads or not, rotate halves, attend
+MLP = frozenset(f"{family}MLP" for family in FAMILIES)
+LAYER = frozenset(f"{family}DecoderLayer" for family in FAMILIES)  # norm, attend, add, norm, compute, add
+NORM = frozenset(f"{family}RMSNorm" for family in FAMILIES)
+SILU = frozenset({"SiLU", "SiLUActivation"})
+TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
+Product = Callable[[Tensor], Tensor]
+
+
+def fuse(view: PreTrainedModel) -> None:
+    """Replaces the forwards of a view that calls the paged attention; does nothing where the kernels cannot run."""
+    _, key_size, value_size = kv_shape(view.config.get_text_config())
+    if not kernels.available(view.device) or key_size != value_size or key_size & (key_size - 1):
+        return
+    for part in view.modules():
+        kind = type(part).__name__
+        if kind in ATTENTION:
+            part.forward = partial(_attention, part, product(part, TOGETHER[0]))
+        elif kind in MLP and type(part.act_fn).__name__ in SILU:
+            part.forward = partial(_mlp, part, product(part, TOGETHER[1]))
+        elif kind in NORM:
+            part.forward = partial(_norm, part)
+        elif kind in LAYER:
+            part.forward = partial(_layer, part)
+
+
+def lay_together(module: nn.Module) -> None:
+    """Puts the weights, and the biases, of linear layers that share their input into common memory."""
+    for part in module.modules():
+        for names in TOGETHER:
+            linears = [child for name in names if type(child := getattr(part, name, None)) is nn.Linear]
+            if len(linears) == len(names):
+                _join([linear.weight for linear in linears])
+                if all(linear.bias is not None for linear in linears):
+                    _join([linear.bias for linear in linears])
+
+
+def _join(parameters: Sequence[Tensor]) -> None:
+    whole = torch.cat([p.data for p in parameters])
+    for parameter, piece in zip(parameters, whole.split([len(p) for p in parameters]), strict=True):
+        parameter.data = piece
+
+
+def joined(parameters: Sequence[Tensor]) -> Tensor | None:
+    """Their common memory as one tensor; None if they do not lie side by side."""
+    first, storage = parameters[0], parameters[0].untyped_storage().data_ptr()
+    expected = first.data_ptr()
+    for p in parameters:
+        if p.data_ptr() != expected or p.untyped_storage().data_ptr() != storage or not p.is_contiguous():
+            return None
+        expected += p.numel() * p.element_size()
+    return first.data.as_strided((sum(map(len, parameters)), *first.shape[1:]), first.stride())
+
+
+def product(part: nn.Module, names: Sequence[str]) -> Product:
+    """x to the results of several linear layers, one after the other: one product if their weights allow it."""
+    linears = [part.get_submodule(name) for name in names]
+    if all(type(linear) is nn.Linear for linear in linears):
+        weight = joined([linear.weight for linear in linears])  # type: ignore[misc]
+        biases = [linear.bias for linear in linears if linear.bias is not None]
+        bias = joined(biases) if len(biases) == len(linears) else None  # type: ignore[arg-type]
+        if weight is not None and (bias is None) == (not biases):
+            return lambda x: F.linear(x, weight, bias)
+    return lambda x: torch.cat([linear(x) for linear in linears], -1)
+
+
+def _layer(self: Any, hidden_states: Tensor, **arguments: Any) -> Tensor:
+    from lockstep.models.kernels.pointwise import add_rms_norm
+
+    attended, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **arguments)
+    norm = self.post_attention_layernorm
+    residual, normed = add_rms_norm(attended, hidden_states, norm.weight, norm.variance_epsilon)
+    computed = self.mlp(normed)
+    return residual + computed
+
+
+def _attention(
+    self: Any,
+    qkv: Product,
+    hidden_states: Tensor,
+    position_embeddings: tuple[Tensor, Tensor],
+    attention_mask: Tensor | None = None,
+    *,
+    lockstep: PagedStep,
+    **extra: Any,
+) -> tuple[Tensor, None]:
+    from lockstep.models.kernels.pointwise import rotate_and_store
+
+    refuse_unsupported(self, attention_mask, 0.0, None, extra)
+    keys, values = lockstep.cache.keys[self.layer_idx], lockstep.cache.values[self.layer_idx]
+    norms = (self.q_norm.weight, self.k_norm.weight) if hasattr(self, "q_norm") else None
+    eps = self.q_norm.variance_epsilon if norms else 0.0
+    query = rotate_and_store(qkv(hidden_states[0]), norms, eps, position_embeddings, lockstep.slots, keys, values)
+    out = attend(query, self.layer_idx, lockstep, self.scaling, getattr(self, "sliding_window", None))
+    return self.o_proj(out.flatten(1)[None]), None
+
+
+def _mlp(self: Any, gate_up: Product, x: Tensor) -> Tensor:
+    from lockstep.models.kernels.pointwise import gated_silu
+
+    return self.down_proj(gated_silu(gate_up(x)))
+
+
+def _norm(self: Any, x: Tensor) -> Tensor:
+    from lockstep.models.kernels.pointwise import rms_norm
+
+    return rms_norm(x, self.weight, self.variance_epsilon)

@@ -1,0 +1,15 @@
+"""Triton kernels of the engine's side of the model."""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+from importlib.util import find_spec
+
+import torch
+
+
+@cache
+def available(device: torch.device) -> bool:
+    """On CUDA, where triton comes with torch; elsewhere only under its interpreter, which is for tests."""
+    return find_spec("triton") is not None and (device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1")

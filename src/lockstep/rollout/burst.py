@@ -1,0 +1,134 @@
+"""Decode steps in a row without asking the host: tokens, log-probs, stops and positions stay on the device.
+
+A step is captured once per batch size (rounded up to a few) as a CUDA graph: model, sampling and bookkeeping, launched
+by one call. The host writes the state of a burst, replays the graph as often as the plan says and reads back what was
+drawn. A sequence that ends within a burst idles to its end: it writes to a page that nobody reads.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence as Seq
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from lockstep.models.paged import KVCache, PagedStep, Segment
+from lockstep.models.routes import Recording, RouteMemory
+from lockstep.rollout.rows import Rows
+from lockstep.rollout.sampler import sample, truncated
+from lockstep.rollout.scheduler import Draws, Plan
+
+STEPS = 32  # decode steps between two looks of the host, at most
+
+
+class Burst:
+    """`cache` has one page more than the scheduler knows of, the last."""
+
+    def __init__(
+        self,
+        module: PreTrainedModel,
+        cache: KVCache,
+        rows: Rows,
+        end_tokens: Seq[int],
+        routes: RouteMemory | None = None,
+    ) -> None:
+        self.module, self.cache, self.rows, self.routes = module, cache, rows, routes
+        device, size = cache.keys.device, rows.nobody
+        self.sizes = batch_sizes(size)
+        self._ends = torch.tensor(sorted(end_tokens) or [-1], device=device)
+        self._state = torch.zeros(4, self.sizes[-1], dtype=torch.int64, device=device)
+        self._step = torch.zeros(1, dtype=torch.int64, device=device)
+        self._tokens = torch.zeros(STEPS, self.sizes[-1], dtype=torch.int64, device=device)
+        self._logp = torch.zeros(STEPS, self.sizes[-1], device=device)
+        self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
+        self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+
+    def warm_up(self) -> None:
+        """Captures every batch size, largest first: smaller ones then fit into its memory."""
+        for size in reversed(self.sizes):
+            self._graph(size, False)
+
+    @torch.inference_mode()
+    def run(self, plan: Plan) -> list[Draws]:
+        """Of each sequence, what it drew until it ended or the burst did."""
+        seqs = [chunk.seq for chunk in plan.decode]
+        size = self.sizes[bisect_left(self.sizes, len(seqs))]
+        any_truncated = any(truncated(seq.request.params) for seq in seqs)
+        graph = self._graph(size, any_truncated)
+        empty = [0] * (size - len(seqs))
+        begin = [chunk.start for chunk in plan.decode]
+        state = [
+            [*(seq.row for seq in seqs), *(self.rows.nobody for _ in empty)],
+            [*(seq.tokens[-1] for seq in seqs), *empty],
+            [*begin, *empty],
+            [*(seq.limit - 1 for seq in seqs), *empty],
+        ]
+        self.rows.write(seqs)
+        self._state[:, :size] = torch.tensor(state, dtype=torch.int64)
+        self._step.zero_()
+        for _ in range(plan.steps):
+            graph.replay() if graph else self._run_step(size, any_truncated)
+        end = self._state[2, : len(seqs)].tolist()
+        drawn = [x[: plan.steps, : len(seqs)].T.contiguous().tolist() for x in (self._tokens, self._logp)]
+        counts = [e - b for b, e in zip(begin, end, strict=True)]
+        return [(t[:n], p[:n]) for t, p, n in zip(*drawn, counts, strict=True)]
+
+    def _graph(self, size: int, any_truncated: bool) -> torch.cuda.CUDAGraph | None:
+        if self._pool is None:
+            return None
+        if (size, any_truncated) not in self._graphs:
+            self._graphs[size, any_truncated] = self._capture(size, any_truncated)
+        return self._graphs[size, any_truncated]
+
+    @torch.inference_mode()
+    def _capture(self, size: int, any_truncated: bool) -> torch.cuda.CUDAGraph:
+        """With rows that belong to nobody and have nothing left to draw."""
+        self._state.zero_()
+        self._state[0] = self.rows.nobody
+        graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):  # kernels are compiled and libraries set up outside of the capture
+            self._step.zero_()
+            self._run_step(size, any_truncated)
+        torch.cuda.current_stream().wait_stream(side)
+        with torch.cuda.graph(graph, pool=self._pool):
+            self._run_step(size, any_truncated)
+        return graph
+
+    def _run_step(self, size: int, any_truncated: bool) -> None:
+        """One token for everyone who may have another. `last` is the place of the last token a row may draw."""
+        rows, tokens, positions, last = self._state[:, :size]
+        alive = positions < last
+        pages = self.rows.pages(rows)
+        logits = self._forward(tokens, positions, pages, alive)
+        batch = self.rows.sampling.batch(rows, positions + 1, any_greedy=True, any_truncated=any_truncated)
+        drawn, logp = sample(logits, batch)
+        self._tokens[:, :size].index_copy_(0, self._step, drawn[None])
+        self._logp[:, :size].index_copy_(0, self._step, logp[None])
+        self._step += 1
+        tokens.copy_(drawn)
+        positions += alive
+        ended = (drawn[:, None] == self._ends).any(1)
+        last.copy_(torch.where(ended, torch.minimum(positions, last), last))
+
+    def _forward(self, tokens: Tensor, positions: Tensor, pages: Tensor, alive: Tensor) -> Tensor:
+        page_size = self.cache.page_size
+        own = pages.gather(1, (positions // page_size)[:, None])[:, 0] * page_size + positions % page_size
+        slots = torch.where(alive, own, self.cache.num_pages * page_size - 1)
+        recording = Recording(self.routes, slots) if self.routes is not None else None
+        segment = Segment(rows=slice(0, len(tokens)), pages=pages, start=positions * alive)
+        step = PagedStep(cache=self.cache, slots=slots, segments=[segment], routing=recording)
+        logits = self.module(
+            input_ids=tokens[None], position_ids=positions[None], use_cache=False, lockstep=step
+        ).logits[0]
+        if recording is not None:
+            recording.write()
+        return logits
+
+
+def batch_sizes(largest: int) -> list[int]:
+    """1, 2, 4, 8 and then steps of at most a half: few to capture, little padding."""
+    sizes = [size for power in range(3, 20) for size in (2**power, 3 * 2 ** (power - 1))]
+    return [size for size in (1, 2, 4, *sizes) if size < largest] + [largest]
