@@ -2,8 +2,8 @@
 
 The engine's view of a model keeps its classes, names and tensors. Where a part is of a kind we know, its forward is
 replaced: norms become one kernel, q/k/v and gate/up one product each; head norms, rotation and the write into the pages
-one kernel. Whatever else a model has runs as transformers wrote it. The self-check holds the result against plain
-transformers.
+one kernel; experts with few rows each run products of our own. Whatever else a model has runs as transformers wrote it.
+The self-check holds the result against plain transformers.
 
 One product of several weights needs them to lie side by side: `lay_together` moves them there once. Each is a view of
 the common memory from then on, so that copies into it, and updates in place, reach the product.
@@ -19,10 +19,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from lockstep.models import kernels
 from lockstep.models.arguments import refuse_unsupported
 from lockstep.models.paged import PagedStep, attend, kv_shape
+from lockstep.quant.layers import is_fused_experts
+from lockstep.quant.modules import use_experts_function
 
 FAMILIES = ("Llama", "Mistral", "Mixtral", "Qwen2", "Qwen2Moe", "Qwen3", "Qwen3Moe")
 ATTENTION = frozenset(f"{family}Attention" for family in FAMILIES)  # project, norm heads or not, rotate halves, attend
@@ -30,6 +33,7 @@ MLP = frozenset(f"{family}MLP" for family in FAMILIES)
 LAYER = frozenset(f"{family}DecoderLayer" for family in FAMILIES)  # norm, attend, add, norm, compute, add
 NORM = frozenset(f"{family}RMSNorm" for family in FAMILIES)
 SILU = frozenset({"SiLU", "SiLUActivation"})
+EXPERTS = "lockstep_engine"
 TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 Product = Callable[[Tensor], Tensor]
@@ -50,6 +54,8 @@ def fuse(view: PreTrainedModel) -> None:
             part.forward = partial(_norm, part)
         elif kind in LAYER:
             part.forward = partial(_layer, part)
+        elif is_fused_experts(part):
+            use_experts_function(part, EXPERTS)
 
 
 def lay_together(module: nn.Module) -> None:
@@ -129,7 +135,26 @@ def _mlp(self: Any, gate_up: Product, x: Tensor) -> Tensor:
     return self.down_proj(gated_silu(gate_up(x)))
 
 
+def _experts(self: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """Few rows for each expert: our kernels, which can be captured. Many, as in prefill: the library's."""
+    from lockstep.models.kernels import experts
+    from lockstep.models.kernels.pointwise import gated_silu
+
+    num_experts, top_k = len(self.gate_up_proj), top_k_index.shape[1]
+    if top_k_index.numel() > experts.MOST_ROWS * num_experts and hidden.dtype == torch.bfloat16:
+        return ALL_EXPERTS_FUNCTIONS["grouped_mm"](self, hidden, top_k_index, top_k_weights)
+    order, offsets = experts.group(top_k_index, num_experts)
+    up = experts.product(hidden, self.gate_up_proj, order, offsets, top_k, gather=True)
+    plain = type(self.act_fn).__name__ in SILU and self._apply_gate.__name__ == "_default_apply_gate"
+    gated = gated_silu(up) if plain else self._apply_gate(up)
+    down = experts.product(gated, self.down_proj, order, offsets, top_k, gather=False)
+    return experts.combine(down, top_k_weights)
+
+
 def _norm(self: Any, x: Tensor) -> Tensor:
     from lockstep.models.kernels.pointwise import rms_norm
 
     return rms_norm(x, self.weight, self.variance_epsilon)
+
+
+ALL_EXPERTS_FUNCTIONS.register(EXPERTS, _experts)

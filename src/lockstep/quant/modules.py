@@ -103,7 +103,7 @@ def install(
             attribute = layer.name.rpartition(".")[2]
             delattr(owner, attribute)
             setattr(owner, attribute, LowBitWeight(encoded[layer.name], format))
-            _use_experts_function(owner, LOW_BIT)
+            use_experts_function(owner, LOW_BIT)
 
 
 def install_straight_through(
@@ -119,7 +119,7 @@ def install_straight_through(
             module.set_submodule(layer.module_name, StraightThroughLinear(owner, format, current))
         else:
             setattr(owner, f"{layer.name.rpartition('.')[2]}_product", GroupedProduct(format, current))
-            _use_experts_function(owner, STRAIGHT_THROUGH)
+            use_experts_function(owner, STRAIGHT_THROUGH)
 
 
 def low_bit_weights(module: nn.Module) -> Iterator[tuple[str, LowBitWeight]]:
@@ -153,7 +153,7 @@ class GroupedProduct:
         return straight_through.grouped(x, offsets, weight, self.current(), self.format)
 
 
-def _use_experts_function(experts: Any, name: str) -> None:
+def use_experts_function(experts: Any, name: str) -> None:
     """Through a config of its own: the model's is read by the layers that stay in high precision."""
     config = copy.copy(experts.config)
     config._experts_implementation = name
