@@ -7,7 +7,8 @@ A preset on the command line takes the place of the file's, and clears what make
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
 from importlib.resources import files
@@ -92,23 +93,44 @@ class Stack:
             key = key.rpartition(".")[0]
         return self.origins.get(key)
 
+    def blames(self, key: str, origin: str) -> str:
+        """Where to look for what is wrong with `key`: the command line, the file (`origin`), or both if it is a table
+        that has values from either."""
+        if self.origin(key) == COMMAND_LINE:
+            return COMMAND_LINE
+        if preset := self.tables.get("preset"):
+            origin = f"{origin} with preset {preset!r}"
+        inside = f"{key}." if key else ""
+        given = any(o == COMMAND_LINE and k.startswith(inside) for k, o in self.origins.items())
+        return f"{origin} and the {COMMAND_LINE}" if given else origin
+
     def _mark(self, key: str, origin: str) -> None:
         self.origins = {k: v for k, v in self.origins.items() if not k.startswith(f"{key}.")} | {key: origin}
 
 
 def stack(tables: Mapping[str, Any], overrides: Sequence[str], origin: str, presets: Presets | None) -> Stack:
-    """All layers of one recipe; `origin` names its file in `Stack.origins`."""
+    """All layers of one recipe, whose file is `origin`; ConfigError names the layer that cannot be laid."""
     made = Stack()
     given = [parse_value(text.partition("=")[2]) for text in overrides if text.startswith("preset=")]
     if presets and not given and tables.get("preset"):
-        made.lay(presets.read(tables["preset"]), f"preset {tables['preset']}")
-    made.lay(tables, origin)
-    if presets and given and given[-1]:
-        made.clear(presets.owns)
-        made.lay(presets.read(given[-1]), f"preset {given[-1]}")
-    for text in overrides:
-        made.override(text)
+        with _blaming(origin):
+            made.lay(presets.read(tables["preset"]), f"preset {tables['preset']}")
+    made.lay(tables, Path(origin).name)
+    with _blaming(COMMAND_LINE):
+        if presets and given and given[-1]:
+            made.clear(presets.owns)
+            made.lay(presets.read(given[-1]), f"preset {given[-1]}")
+        for text in overrides:
+            made.override(text)
     return made
+
+
+@contextmanager
+def _blaming(origin: str) -> Iterator[None]:
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{origin}: {error}") from None
 
 
 def parse_value(raw: str) -> Any:

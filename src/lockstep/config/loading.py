@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -12,6 +12,7 @@ from pydantic import BaseModel, ValidationError
 
 from lockstep.config.base import Config, ConfigError
 from lockstep.config.layers import Stack, stack
+from lockstep.config.wording import in_plain_words
 
 Model = TypeVar("Model", bound=Config)
 
@@ -25,12 +26,8 @@ def resolve(
     model: type[Model], tables: Mapping[str, Any], overrides: Sequence[str], origin: str
 ) -> tuple[Model, Stack]:
     """The validated model, and the layers it came from. `origin` is what complaints call the tables."""
-    try:
-        layers = stack(tables, overrides, Path(origin).name, model.presets)
-    except ConfigError as error:
-        raise ConfigError(f"{origin}: {error}") from None
-    preset = layers.tables.get("preset")
-    return validate(model, layers.tables, f"{origin} with preset {preset!r}" if preset else origin), layers
+    layers = stack(tables, overrides, origin, model.presets)
+    return _validate(model, layers.tables, lambda key: layers.blames(key, origin)), layers
 
 
 def read_tables(path: Path) -> dict[str, Any]:
@@ -45,15 +42,21 @@ def read_tables(path: Path) -> dict[str, Any]:
 
 
 def validate(model: type[Model], tables: Mapping[str, Any], origin: str) -> Model:
+    """The tables as a model. `origin` is what complaints call them."""
+    return _validate(model, tables, lambda key: origin)
+
+
+def _validate(model: type[Model], tables: Mapping[str, Any], blames: Callable[[str], str]) -> Model:
     try:
         return model.model_validate(tables)
     except ValidationError as error:
-        raise ConfigError("; ".join(_explain(model, e, origin) for e in error.errors())) from None
+        raise ConfigError("; ".join(_explain(model, e, blames) for e in error.errors())) from None
 
 
-def _explain(model: type[BaseModel], error: Any, origin: str) -> str:
+def _explain(model: type[BaseModel], error: Any, blames: Callable[[str], str]) -> str:
     loc = [str(part) for part in error["loc"]]
     place = ".".join(loc)
+    origin = blames(place)
     if error["type"] == "extra_forbidden":
         known = _fields(model, loc[:-1])
         near = difflib.get_close_matches(loc[-1], known, n=1, cutoff=0.5)
@@ -61,7 +64,7 @@ def _explain(model: type[BaseModel], error: Any, origin: str) -> str:
         return f"{origin}: unknown key {place!r}; {hint}"
     if error["type"] == "missing":
         return f"{origin}: missing key {place!r}"
-    message = error["msg"].removeprefix("Value error, ")
+    message = in_plain_words(error)
     shown = "" if isinstance(error["input"], dict) else f" (got {error['input']!r})"
     return f"{origin}: {place}: {message}{shown}" if place else f"{origin}: {message}"
 

@@ -22,6 +22,7 @@ from typing import Any
 from pydantic import BaseModel, BeforeValidator, ConfigDict, TypeAdapter, ValidationError, model_serializer
 
 from lockstep.config.base import ConfigError
+from lockstep.config.wording import in_plain_words
 
 
 def choices(package: str) -> list[str]:
@@ -159,5 +160,5 @@ def _check(cls: type, name: str, options: dict[str, Any]) -> dict[str, Any]:
         first = error.errors()[0]
         place = ".".join([name, *map(str, first["loc"])])
         given = f" (got {first['input']!r})" if first["loc"] else ""
-        raise ConfigError(f"{place}: {first['msg'].removeprefix('Value error, ')}{given}") from None
+        raise ConfigError(f"{place}: {in_plain_words(first)}{given}") from None
     return {key: getattr(made, key) for key in options}

@@ -130,7 +130,7 @@ def test_a_resolved_recipe_resolves_to_itself(folder: Path) -> None:
     [
         ('preset = "clop"', (), r"my.toml: unknown preset 'clop': did you mean 'clip'\? choices: clip, plain"),
         ("preset = 3", (), r"my.toml: unknown preset '3': choices: clip, plain"),
-        ('preset = "clip"', ("preset=../clip",), r"my.toml: unknown preset '../clip'"),
+        ('preset = "clip"', ("preset=../clip",), r"^command line: unknown preset '../clip'"),
         ('preset = "clip"\n[algorithm.surrogate]\nhihg=1', (), r"my.toml with preset 'clip': .*did you mean 'high'\?"),
     ],
 )
