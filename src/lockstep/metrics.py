@@ -120,6 +120,7 @@ METRICS = (
     ),
     Metric("policy/grad_norm", "gradient norm before clipping, mean over updates", "steady"),
     Metric("policy/learning_rate", "learning rate of the last update"),
+    Metric("policy/updates", "optimiser updates made", "mini_steps x epochs", "0: the step moved no weight"),
     Metric(
         "policy/skipped",
         "optimiser updates not made: nothing to learn from, a gradient that is not finite, or a step not approved",

@@ -81,10 +81,14 @@ class Learner(Protocol):
         ...
 
     async def set_correction(self, name: str) -> None:
-        """Takes the place of the recipe's correction from the next step on; saved and restored with the learner.
+        """Takes the place of the recipe's correction from the next step on. A checkpoint does not hold it.
 
         Fails with ConfigError, changing nothing, if there is none of that name or the surrogate refuses it.
         """
+        ...
+
+    async def set_learning_rate(self, rate: float) -> None:
+        """Takes the place of the recipe's, the top of the schedule, from the next step on. As above, not saved."""
         ...
 
     async def operators(self, names: Sequence[str] | None = None) -> Mapping[str, Operator]:
@@ -150,6 +154,7 @@ class Judge(Protocol):
     async def close(self) -> None: ...
 
 
+IDLE = "idle"  # the kind of events that tell why steps moved no weight
 GOVERNOR = "governor"  # the kind of its events; their text is "rule: what it did; the metrics it looked at"
 
 

@@ -15,6 +15,7 @@ from lockstep.config import load
 from lockstep.controller.checkpoints import Progress
 
 RULES = 'governor.rules=["apart: raise_precision when mismatch/k3 >= 0 for 2 steps"]'
+HELD = "sampling in precision {0}; held by the governor: rollout.precision = {0} (the recipe says w4a16)"
 GOVERNED = ["rollout.precision=w4a16", "governor.mode=active", "governor.cooldown=3", RULES]
 
 
@@ -37,19 +38,21 @@ def test_it_goes_on_in_the_higher_precision_and_resumes_there(tmp_path: Path) ->
     assert max(runs.metrics(whole / "run", "mismatch/k3").values()) < 1e-6
     assert events(whole) == [
         (2, "governor", "apart: raised the precision of sampling to int8_w8a8"),
-        (2, "precision", "goes on from step-000002; sampling in precision int8_w8a8"),
+        (2, "precision", f"goes on from step-000002; {HELD.format('int8_w8a8')}"),
         (5, "governor", "apart: raised the precision of sampling to high"),
-        (5, "precision", "goes on from step-000005; sampling in precision high"),
+        (5, "precision", f"goes on from step-000005; {HELD.format('high')}"),
     ]
     assert json.loads((whole / "run/config.json").read_text())["rollout"]["precision"] == "w4a16", "as it was begun"
 
     run(broken, 4)
     audited = CliRunner().invoke(app, ["audit", str(broken / "run")], catch_exceptions=False)
     assert audited.exit_code == 0, audited.output
-    assert "int8_w8a8" in audited.output
-    assert "w4a16" not in audited.output
+    told, table = audited.output.split("\n", 1)
+    assert told == "step-000004, held by the governor: rollout.precision = int8_w8a8 (the recipe says w4a16)"
+    assert "int8_w8a8" in table
+    assert "w4a16" not in table
     run(broken, 6, resume=True)
-    assert (4, "resumed", "goes on from step-000004; sampling in precision int8_w8a8") in events(broken)
+    assert (4, "resumed", f"goes on from step-000004; {HELD.format('int8_w8a8')}") in events(broken)
     assert runs.metrics(broken / "run", "quant/bits") == runs.metrics(whole / "run", "quant/bits")
     assert runs.weights(broken / "run", 6) == runs.weights(whole / "run", 6)
 

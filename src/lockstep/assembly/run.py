@@ -14,18 +14,18 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from lockstep.algorithms.ladder import stronger
 from lockstep.assembly.devices import choose_device
+from lockstep.assembly.governed import as_governed, held, in_words, reach
 from lockstep.assembly.outcome import Governed, Interrupted
-from lockstep.assembly.precision import as_raised, in_words, rungs
 from lockstep.assembly.recipe import Recipe
 from lockstep.assembly.roles import Training, learner_core, load_model, low_bit_weights
+from lockstep.assembly.unlogged import never_logged
 from lockstep.assembly.warmup import Supervised
 from lockstep.config import ConfigError
 from lockstep.controller.audit import Audit
 from lockstep.controller.checkpoints import Checkpoints, Progress, force_to_disk
-from lockstep.controller.governor import Halted
 from lockstep.controller.loop import Controller, Roles
+from lockstep.controller.steward import Halted
 from lockstep.data.supervised import Demonstrations
 from lockstep.learner.ranks import Ranks, join, leave, serve
 from lockstep.models.loading import CheckpointError, Loaded, load_tokenizer, read_config
@@ -129,7 +129,7 @@ def _follow(recipe: Recipe, ranks: Ranks) -> None:
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     while (progress := ranks.from_front()) is not None:
-        _serve(as_raised(recipe, progress), ranks)
+        _serve(as_governed(recipe, progress), ranks)
         gc.collect()
 
 
@@ -186,13 +186,15 @@ class _Run:
         """
         self.view.phase("loading", 0)
         checkpoint, progress = found or (None, START)
-        recipe = as_raised(self.recipe, progress)
+        recipe = as_governed(self.recipe, progress)
         loaded = _load(recipe, checkpoint)
         self.folder.write_environment(environment(loaded.module.device))
         roles = Training(recipe, loaded, self.recorder, version=progress.version)
         goes_on: Progress | None = None
         try:
             roles.check_reference()
+            if why == "resumed":
+                self._tell_never_logged(roles, progress.step)
             if checkpoint is not None:
                 await self._go_on(roles, checkpoint, progress, why)
             else:
@@ -209,7 +211,16 @@ class _Run:
         await self._load_reference(roles)
         self.folder.write_config(self.recipe.model_dump(mode="json"))  # only keys that fit the run's state
         precision = in_words(roles.recipe.rollout.precision)
-        self.recorder.event(progress.step, why, f"goes on from {checkpoint.name}; sampling in precision {precision}")
+        text = f"goes on from {checkpoint.name}; sampling in precision {precision}"
+        if kept := held(self.recipe, progress):
+            text += f"; {kept}"
+        self.recorder.event(progress.step, why, text)
+
+    def _tell_never_logged(self, roles: Training, step: int) -> None:
+        missing = never_logged(self.recipe, has_routes=roles.core.updater.routers is not None)
+        if missing:
+            named = "; ".join(f"{name} ({why})" for name, why in missing.items())
+            self.recorder.event(step, "rules", f"rules of the governor wait for what this run never logs: {named}")
 
     async def _begin(self, roles: Training) -> None:
         if self.recipe.warmup:
@@ -277,8 +288,6 @@ class _Run:
                 evaluate=evaluator.run if evaluator else None,
                 checkpoints=self.checkpoints,
                 audit=Audit(roles.engine, roles.learner, aligned=self.recipe.learner.alignment == "aligned"),
-                corrections=stronger(self.recipe.algorithm),
-                precisions=rungs(self.recipe),
             ),
             self.recipe.train,
             self.recipe.checkpoint,
@@ -286,6 +295,7 @@ class _Run:
             eval_every=self.recipe.eval.every,
             dynamic_sampling=self.recipe.algorithm.replaces_groups,
             governor=self.recipe.governor,
+            reach=reach(self.recipe),
         )
         self.view.phase("RL", self.recipe.train.steps, done=progress.step)
         with _stop_on_signals(controller):
@@ -295,7 +305,7 @@ class _Run:
     async def _control(self, progress: Progress) -> None:
         """Supervised learning alone, from the end of the warm-up, for as long as RL took. Its weights are not kept."""
         assert self.recipe.warmup is not None
-        recipe = as_raised(self.recipe, progress)  # evaluated as the run was in the end
+        recipe = as_governed(self.recipe, progress)  # evaluated as the run was in the end
         roles = Training(recipe, load_model(recipe, self.warmup_folder), self.recorder)
         try:
             await roles.learner.load(self.warmup_folder)

@@ -18,7 +18,7 @@ from lockstep.types import Operator
 
 def audit(checkpoint: str, overrides: Sequence[str], *, recipe: str | None, console: Console) -> None:
     """Builds both sides as training would, publishes once, and compares. Raises AuditFailed on any difference."""
-    path, chosen = checkpoint_and_recipe(checkpoint, overrides, recipe)
+    path, chosen = checkpoint_and_recipe(checkpoint, overrides, recipe, console)
 
     async def run() -> tuple[Mapping[str, Operator], Mapping[str, Operator]]:
         roles = Training(chosen, load_model(chosen, path), Recorders([]))

@@ -26,12 +26,14 @@ from rich.console import Console
 from rich.table import Table
 from transformers import PreTrainedModel
 
+from lockstep.assembly.governed import reach
 from lockstep.assembly.recipe import Recipe
 from lockstep.assembly.roles import Training, load_model
 from lockstep.cli.benchmarks import Measured, Turn, processor, take_turns
 from lockstep.config import ConfigError
 from lockstep.config.loading import validate
 from lockstep.controller.checkpoints import Checkpoints, Progress
+from lockstep.controller.governor import GovernorConfig
 from lockstep.controller.loop import Controller, Roles
 from lockstep.data.order import PromptOrder
 from lockstep.models.tiny import TinyModel, byte_tokenizer, tiny_model
@@ -228,7 +230,14 @@ async def train(recipe: Recipe, run_folder: RunFolder, recorder: Recorder, turn:
     )
     start = Progress(step=0, version=0, next_index=0, unfinished=[])
     controller = Controller(
-        roles, recipe.train, recipe.checkpoint, progress=start, eval_every=0, dynamic_sampling=False
+        roles,
+        recipe.train,
+        recipe.checkpoint,
+        progress=start,
+        eval_every=0,
+        dynamic_sampling=False,
+        governor=GovernorConfig(mode="off"),
+        reach=reach(recipe),
     )
     turn.begin()
     try:

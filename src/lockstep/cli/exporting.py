@@ -14,7 +14,7 @@ from lockstep.quant import FORMATS
 
 def export_checkpoint(checkpoint: str, out: Path, precision: str | None, console: Console) -> None:
     path = resolve_checkpoint(checkpoint)
-    format = Plugin(package=FORMATS, name=precision) if precision else _sampled_in(checkpoint)
+    format = Plugin(package=FORMATS, name=precision) if precision else _sampled_in(checkpoint, console)
     done = export(path, out, format)
     source = "master weights" if done.from_masters else "weights"
     console.print(
@@ -25,8 +25,9 @@ def export_checkpoint(checkpoint: str, out: Path, precision: str | None, console
     )
 
 
-def _sampled_in(checkpoint: str) -> Plugin:
-    precision = checkpoint_and_recipe(checkpoint, (), None)[1].rollout.precision if is_run(checkpoint) else None
+def _sampled_in(checkpoint: str, console: Console) -> Plugin:
+    found = checkpoint_and_recipe(checkpoint, (), None, console)[1] if is_run(checkpoint) else None
+    precision = found.rollout.precision if found else None
     if precision is None:
         formats = ", ".join(choices(FORMATS))
         raise ConfigError(f"{checkpoint} was not sampled from in low bits: choose a --precision out of {formats}")

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lockstep.assembly.export import encode_masters
-from lockstep.assembly.precision import as_raised
+from lockstep.assembly.governed import as_governed, held
 from lockstep.assembly.recipe import Recipe
 from lockstep.assembly.roles import Sampling, load_model
 from lockstep.cli import recipe_files
@@ -26,7 +26,7 @@ from lockstep.types import Message, Request, Sample, Trajectory
 
 
 def evaluate(checkpoint: str, overrides: Sequence[str], *, recipe: str | None, show: int, console: Console) -> None:
-    path, chosen = checkpoint_and_recipe(checkpoint, overrides, recipe)
+    path, chosen = checkpoint_and_recipe(checkpoint, overrides, recipe, console)
     if not chosen.eval.samples:
         raise ConfigError("eval.samples is 0: there is nothing to evaluate")
     shown: list[tuple[Sample, Trajectory]] = []
@@ -101,8 +101,13 @@ def generate(
     asyncio.run(run())
 
 
-def checkpoint_and_recipe(checkpoint: str, overrides: Sequence[str], recipe: str | None) -> tuple[str, Recipe]:
-    """Of a run, as it sampled at that checkpoint, or of a checkpoint with the recipe it is to be used with."""
+def checkpoint_and_recipe(
+    checkpoint: str, overrides: Sequence[str], recipe: str | None, console: Console
+) -> tuple[str, Recipe]:
+    """Of a run, as it sampled at that checkpoint, or of a checkpoint with the recipe it is to be used with.
+
+    Tells which checkpoint of the run it is where the governor had changed something by then.
+    """
     path = resolve_checkpoint(checkpoint)
     if recipe is not None:
         return path, load(Recipe, recipe_files.find(recipe), overrides)
@@ -110,7 +115,10 @@ def checkpoint_and_recipe(checkpoint: str, overrides: Sequence[str], recipe: str
         raise ConfigError(f"{checkpoint} is not a run: name the task with --recipe")
     folder = RunFolder.open(Path(checkpoint))
     begun = validate(Recipe, folder.read_config(), str(folder.config))
-    tables = as_raised(begun, read_progress(Path(path))).model_dump(mode="json")
+    progress = read_progress(Path(path))
+    if changed := held(begun, progress):
+        console.print(Text(f"{Path(path).name}, {changed}", style="dim"), soft_wrap=True)
+    tables = as_governed(begun, progress).model_dump(mode="json")
     return path, resolve(Recipe, tables, overrides, str(folder.config))[0]
 
 

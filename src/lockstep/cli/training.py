@@ -17,6 +17,7 @@ from lockstep.cli import recipe_files
 from lockstep.config import ConfigError, resolve
 from lockstep.config.layers import Stack
 from lockstep.config.loading import read_tables
+from lockstep.protocols import IDLE
 from lockstep.report.run_folder import RunFolder
 
 
@@ -39,6 +40,8 @@ def train(
         return
     folder = RunFolder.open(root)
     console.print(f"done: {progress.step} steps{_accuracy(folder)}", highlight=False, soft_wrap=True)
+    if idle := _idle(folder):
+        console.print(f"warning: {idle}", style="yellow", markup=False, highlight=False, soft_wrap=True)
     places = f"  report      {folder.report}\n  checkpoint  {folder.result or 'none could be saved'}"
     console.print(places, markup=False, highlight=False, soft_wrap=True)
 
@@ -52,6 +55,17 @@ def _accuracy(folder: RunFolder) -> str:
         return ""
     text = f"; held-out accuracy {measured[0]:.1%} -> {measured[-1]:.1%}"
     return text + (f" (supervised learning alone: {control[-1]:.1%})" if control else "")
+
+
+def _idle(folder: RunFolder) -> str:
+    """What a reader should know before using the result: half of the steps or more moved no weight; else empty."""
+    updates = [row["policy/updates"] for row in folder.read_metrics() if "policy/updates" in row]
+    idle = updates.count(0)
+    if not idle or 2 * idle < len(updates):
+        return ""
+    last = [event["text"] for event in folder.read_events() if event["kind"] == IDLE][-1]
+    what = "the model is the one it began with" if idle == len(updates) else "the model has hardly learned"
+    return f"{idle} of {len(updates)} steps moved no weight, {what} ({last.partition(': ')[2]})"
 
 
 def _choose(

@@ -12,7 +12,9 @@ from lockstep.controller.audit import Audit
 from lockstep.controller.checkpoints import Checkpoints, Progress
 from lockstep.controller.config import CheckpointConfig, TrainConfig
 from lockstep.controller.gate import Gate, Stopped
-from lockstep.controller.governor import GovernorConfig, Halted, Steward
+from lockstep.controller.governor import GovernorConfig
+from lockstep.controller.idleness import Idleness
+from lockstep.controller.steward import Halted, Reach, Steward
 from lockstep.protocols import Bus, Engine, Learner, Recorder, Rollout
 from lockstep.types import FLAWS, GroupReceipt, Sample, StepResult
 
@@ -31,8 +33,6 @@ class Roles:
     sample: Callable[[int], Sample]  # the prompt at an index of the run's order
     evaluate: Evaluate | None
     checkpoints: Checkpoints
-    corrections: Sequence[str] = ()  # stronger than the recipe's, weakest first; for the governor
-    precisions: Sequence[str] = ()  # of sampling, higher than the recipe's, lowest first; for the governor
     audit: Audit | None = None
 
 
@@ -45,6 +45,7 @@ class Tally:
     truncated: int = 0
     answers: int = 0
     tokens: int = 0
+    groups: int = 0
     no_signal: int = 0
     replaced: int = 0
     too_long: int = 0
@@ -59,6 +60,7 @@ class Tally:
         self.answers += len(receipt.rewards) + receipt.num_failed
         self.tokens += receipt.num_tokens
         self.too_long += receipt.too_long
+        self.groups += 1
         self.no_signal += not receipt.has_signal
         self.negative += receipt.num_negative
         self.flaws.update(receipt.flaws)
@@ -84,6 +86,16 @@ class Tally:
             found |= {f"rollout/{flaw}": self.flaws[flaw] / self.negative for flaw in FLAWS}
         return found
 
+    def why_idle(self, nonfinite: bool) -> str:
+        """Why nothing was learned from these groups though the governor let it be."""
+        if self.failed == self.answers:
+            return "every reward failed, or no prompt left room for an answer; samples.jsonl has the reasons"
+        if nonfinite:
+            return "the gradient was inf or NaN"
+        if self.no_signal == self.groups:
+            return "no prompt had answers with different rewards to learn from"
+        return "every answer was left out (cut off or rejected) or had no advantage"
+
 
 class Controller:
     """Runs training from `progress` to the last step, or until `stop` is called."""
@@ -97,7 +109,8 @@ class Controller:
         progress: Progress,
         eval_every: int,
         dynamic_sampling: bool,
-        governor: GovernorConfig | None = None,
+        governor: GovernorConfig,
+        reach: Reach,
     ) -> None:
         self.roles = roles
         self.config = train
@@ -106,14 +119,9 @@ class Controller:
         self.eval_every = eval_every
         self.dynamic_sampling = dynamic_sampling
         self.gate = Gate(train.prompts, train.max_staleness, version=progress.version)
-        self.steward = Steward(
-            governor or GovernorConfig(mode="off"),
-            roles.learner,
-            self.gate,
-            roles.recorder,
-            corrections=roles.corrections,
-            precisions=roles.precisions,
-        )
+        self.steward = Steward(governor, roles.learner, self.gate, roles.recorder, reach)
+        self._idleness = Idleness(roles.recorder)
+        self._approved = True  # the step under way, by the governor
         self._next_index = progress.next_index
         self._again = list(progress.unfinished)
         self._tally = Tally()
@@ -130,7 +138,7 @@ class Controller:
 
         Raises Halted, with everything saved, if the governor stopped it.
         """
-        self.steward.load(self.progress.governor)
+        self.steward.load(self.progress.governor, self.progress.step)
         await self._before_first_step()
         producer = asyncio.create_task(self._produce())
         producer.add_done_callback(self._stop_if_failed)
@@ -206,7 +214,8 @@ class Controller:
 
     def _approve(self, measured: Mapping[str, float]) -> bool:
         """Whether the step under way may move the weights, by what the learner measured and the receipts tell."""
-        return self.steward.approve(self.progress.step + 1, {**measured, **self._tally.metrics()})
+        self._approved = self.steward.approve(self.progress.step + 1, {**measured, **self._tally.metrics()})
+        return self._approved
 
     def _take_index(self) -> int:
         if self._again:
@@ -300,6 +309,7 @@ class Controller:
         if tally.answers and tally.failed == tally.answers:
             text = f"all {tally.failed} rewards of this step failed, nothing was learned; samples.jsonl has the reasons"
             self.roles.recorder.event(self.progress.step, "rewards-failed", text)
+        self._idleness.note(self.progress.step, self._why_idle(result, tally))
         metrics = {**result.metrics, **tally.metrics(), **times, "time/rollout": engine["busy_seconds"]}
         busy = times["time/sync"] + result.metrics["time/learn"] + engine["busy_seconds"]
         metrics["time/wait"] = max(0.0, times["time/total"] - busy)  # sampling and learning may overlap
@@ -311,6 +321,13 @@ class Controller:
         metrics["perf/samples_per_s"] = tally.answers / times["time/total"]
         self.steward.note(metrics)
         self.roles.recorder.log(self.progress.step, metrics)
+
+    def _why_idle(self, result: StepResult, tally: Tally) -> str | None:
+        """None: the step moved the weights."""
+        if result.metrics["policy/updates"]:
+            return None
+        nonfinite = result.metrics["policy/nonfinite"] > 0
+        return tally.why_idle(nonfinite) if self._approved else "a rule of the governor asked for it"
 
 
 def _due(step: int, every: int) -> bool:

@@ -18,12 +18,9 @@ FILE = "learner.pt"
 SHOWN = 3  # differences named when a state does not fit
 
 
-def save_state(folder: Path, updater: Updater, ranks: Ranks, correction: str | None) -> None:
-    """All ranks must call it: shards are gathered; rank 0 writes. OSError with the path if the disk is full.
-
-    `correction`: the one set during the run; None if it is the recipe's.
-    """
-    state = map_tensors(updater.state_dict(), _whole) | {"correction": correction}
+def save_state(folder: Path, updater: Updater, ranks: Ranks) -> None:
+    """All ranks must call it: shards are gathered; rank 0 writes. OSError with the path if the disk is full."""
+    state = map_tensors(updater.state_dict(), _whole)
     if ranks.rank == 0:
         _write(folder / FILE, state)
 
@@ -40,8 +37,8 @@ def _write(path: Path, state: Any) -> None:
         raise OSError(cause.errno, cause.strerror, str(path)) from error
 
 
-def load_state(folder: Path, updater: Updater) -> str | None:
-    """Bit for bit what was saved, and the saved correction; ConfigError, and nothing loaded, if it does not fit."""
+def load_state(folder: Path, updater: Updater) -> None:
+    """Bit for bit what was saved; ConfigError, and nothing loaded, if it does not fit."""
     state = _read(folder / FILE, updater.ranks.device)
     if wrong := updater.misfits(state):
         more = f"; and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
@@ -55,7 +52,6 @@ def load_state(folder: Path, updater: Updater) -> str | None:
         for index, moments in state["optimiser"]["state"].items()
     }
     updater.load_state_dict(state)
-    return state["correction"]
 
 
 def read_masters(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:

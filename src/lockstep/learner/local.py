@@ -56,6 +56,9 @@ class LocalLearner:
     async def set_correction(self, name: str) -> None:
         await self._run(self._front.call, "set_correction", name)
 
+    async def set_learning_rate(self, rate: float) -> None:
+        await self._run(self._front.call, "set_learning_rate", rate)
+
     async def publish(self, version: int) -> None:
         """Puts the weights into the store as `version`: the live tensors, which the store copies if it must."""
         await self._run(self._store.put, version, await self._run(self._front.call, "published"))

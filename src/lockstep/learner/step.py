@@ -64,7 +64,6 @@ class LearnerCore:
         self.algorithm, self.config, self.ranks = algorithm, config, ranks or Ranks.current(module.device)
         self.objective, self.advantage = algorithm.build_objective(), algorithm.build_advantage()
         self.penalty = algorithm.build_penalty()
-        self._correction: str | None = None  # in place of the recipe's
         self.updater = Updater(module, config, num_updates, self.ranks, update_scale, low_bit, routers)
         self.begin(version=0)
 
@@ -137,13 +136,17 @@ class LearnerCore:
         self._busy += time.perf_counter() - start
 
     def set_correction(self, name: str) -> None:
-        """From the next step on and in its checkpoints, with the options it has on the ladder.
+        """From the next step on, with the options it has on the ladder.
 
         ConfigError if there is none or the surrogate refuses it.
         """
         tables = self.algorithm.model_dump() | {"correction": as_rung(self.algorithm, name)}
         algorithm = validate(AlgorithmConfig, tables, f"correction {name!r}")
-        self.algorithm, self.objective, self._correction = algorithm, algorithm.build_objective(), name
+        self.algorithm, self.objective = algorithm, algorithm.build_objective()
+
+    def set_learning_rate(self, rate: float) -> None:
+        """At the top of the schedule, from the next update on."""
+        self.updater.learning_rate = rate
 
     def supervised(self, examples: Sequence[tuple[Tensor, Tensor]], learning_rate: float) -> dict[str, float]:
         """One update on worked examples (tokens, mask), outside any step and outside the schedule."""
@@ -185,12 +188,12 @@ class LearnerCore:
         return learner_operators(updater.module, weights, encoded, updater.dtype)
 
     def save(self, folder: Path) -> None:
-        """All a bit-exact resume needs: master weights, optimiser, counters, loss scale, value head, correction."""
-        save_state(folder, self.updater, self.ranks, self._correction)
+        """All a bit-exact resume of the same config needs: master weights, optimiser, counters, loss scale, value
+        head."""
+        save_state(folder, self.updater, self.ranks)
 
     def load(self, folder: Path) -> None:
-        if correction := load_state(folder, self.updater):
-            self.set_correction(correction)
+        load_state(folder, self.updater)
 
 
 def peak_memory(device: torch.device) -> float:
@@ -208,6 +211,7 @@ def _summary(outcome: Outcome) -> dict[str, float]:
         "policy/loss": sum(a.loss for a in made) / num,
         "policy/grad_norm": sum(a.grad_norm for a in made) / num,
         "policy/learning_rate": outcome.applied[-1].learning_rate,
+        "policy/updates": float(len(made)),
         "policy/skipped": float(len(outcome.applied) - len(made)),
         "policy/nonfinite": float(sum(a.skipped is Skip.NONFINITE for a in outcome.applied)),
     }

@@ -56,6 +56,7 @@ class Updater:
         """
         self.module, self.config, self.num_updates, self.ranks = module, config, num_updates, ranks
         self.low_bit, self.routers = low_bit, routers
+        self.learning_rate = config.learning_rate  # at the top of the schedule; may be set between updates
         self.dtype = config.torch_dtype(ranks.device)
         prepare(module, self.dtype, config.activation_checkpointing, ranks)
         self.masters = MasterWeights(module, self.dtype)
@@ -156,7 +157,7 @@ class Updater:
     @property
     def _scheduled_rate(self) -> float:
         """Of the next update."""
-        return self.config.learning_rate * self.config.schedule.factor(self.update, self.num_updates)
+        return self.learning_rate * self.config.schedule.factor(self.update, self.num_updates)
 
     def discard(self) -> None:
         """Forgets gradients of an update that was begun and never applied."""

@@ -1,15 +1,19 @@
-"""Which precision a resumed run samples in: the recipe's, or a higher one that the governor had reached."""
+"""What a resumed run goes on with: the recipe's settings, or more careful ones that the governor had reached."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
+from typing import Any
 
 import pytest
 
-from lockstep.assembly.precision import as_raised, in_words
+from lockstep.assembly.governed import as_governed, held, in_words
 from lockstep.assembly.recipe import Recipe
 from lockstep.assembly.run import START
+from lockstep.assembly.unlogged import never_logged
 from lockstep.config.loading import validate
+from lockstep.controller.checkpoints import Progress
+from lockstep.controller.steward import Changes
 
 
 @pytest.mark.parametrize(
@@ -25,7 +29,64 @@ from lockstep.config.loading import validate
     ],
 )
 def test_the_higher_of_recipe_and_governor(recipe: str, reached: str | None, sampled: str) -> None:
-    tables = {"model": {"path": "x"}, "task": "arithmetic", "algorithm": {"surrogate": "grpo"}, "train": {"steps": 1}}
-    begun = validate(Recipe, {**tables, "rollout": {"precision": recipe}}, "my.toml")
-    progress = replace(START, governor={"precision": reached})
-    assert in_words(as_raised(begun, progress).rollout.precision) == sampled
+    begun = make_recipe(rollout={"precision": recipe})
+    assert in_words(as_governed(begun, left_by(precision=reached)).rollout.precision) == sampled
+
+
+@pytest.mark.parametrize(
+    ("recipe", "reached", "corrected"),
+    [
+        ("none", None, "none"),
+        ("none", "tis", "tis"),
+        ("none", "icepop", {"name": "icepop", "high": 2.0}),
+        ({"name": "tis", "cap": 3.0}, "icepop", {"name": "icepop", "high": 3.0}),
+        ("icepop", "tis", "icepop"),  # begun without, resumed with more than was reached
+        ("geo_rs", "tis", "geo_rs"),  # or with one that is no rung
+    ],
+)
+def test_the_stronger_correction(recipe: object, reached: str | None, corrected: object) -> None:
+    begun = make_recipe(algorithm={"surrogate": "grpo", "correction": recipe})
+    now = as_governed(begun, left_by(correction=reached))
+    assert now.algorithm.model_dump(mode="json")["correction"] == corrected
+    assert (now.algorithm == begun.algorithm) == (corrected == recipe)
+
+
+@pytest.mark.parametrize(("recipe", "reached", "rate"), [(1e-3, None, 1e-3), (1e-3, 1e-4, 1e-4), (1e-5, 1e-4, 1e-5)])
+def test_the_lower_learning_rate(recipe: float, reached: float | None, rate: float) -> None:
+    begun = make_recipe(learner={"learning_rate": recipe})
+    assert as_governed(begun, left_by(learning_rate=reached)).learner.learning_rate == rate
+
+
+def test_keys_that_do_not_apply_are_named() -> None:
+    begun = make_recipe(rollout={"precision": "w4a16"}, learner={"learning_rate": 1e-3})
+    assert held(begun, START) == held(begun, left_by(learning_rate=1e-2)) == ""
+    assert held(begun, left_by(precision="high", learning_rate=2.5e-4)) == (
+        "held by the governor: rollout.precision = high (the recipe says w4a16), "
+        "learner.learning_rate = 0.00025 (the recipe says 0.001)"
+    )
+
+
+def test_metrics_that_rules_wait_for_in_vain_are_named_with_the_reason() -> None:
+    watched = ("eval/accuracy", "eval/pass_at_k", "quant/changed/layer0", "routing/differ", "mismatch/lag2/k3")
+    rules = ["default", *(f"warn when {name} > 0" for name in (*watched, "policy/kl_ref", "mismatch/lag0/k3"))]
+    dense = make_recipe(governor={"rules": rules}, eval={"samples": 0})
+    assert never_logged(dense, has_routes=False) == {
+        "eval/accuracy": "eval.samples is 0",
+        "eval/pass_at_k": "eval.samples is 0",
+        "mismatch/lag2/k3": "train.max_staleness is 0",
+        "policy/kl_ref": "algorithm.kl is not set",
+        "quant/changed/layer0": "rollout.precision is high",
+        "routing/differ": "the model has no experts, or learner.routing is off",
+    }
+    rich = {"eval": {"k": 4}, "rollout": {"precision": "w4a16"}, "train": {"steps": 1, "max_staleness": 2}}
+    kl = {"algorithm": {"surrogate": "grpo", "kl": {"estimator": "k3"}}}
+    assert never_logged(make_recipe(governor={"rules": rules}, **rich, **kl), has_routes=True) == {}
+
+
+def make_recipe(**tables: Any) -> Recipe:
+    needed = {"model": {"path": "x"}, "task": "arithmetic", "algorithm": {"surrogate": "grpo"}, "train": {"steps": 1}}
+    return validate(Recipe, {**needed, **tables}, "my.toml")
+
+
+def left_by(**changes: Any) -> Progress:
+    return replace(START, governor={"changes": asdict(Changes(**changes))})

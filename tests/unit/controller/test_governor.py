@@ -8,10 +8,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 from test_loop import Lab
 
-from lockstep.controller.governor import DEFAULT_RULES, Governor, GovernorConfig, Halted, raised_precision
+from lockstep.controller.governor import DEFAULT_RULES, Governor, GovernorConfig
 from lockstep.controller.rules import ACTIONS, parse
+from lockstep.controller.steward import Changes, Halted
 
 ALWAYS = "mismatch/k3 >= 0"
 
@@ -83,9 +85,22 @@ def test_rules_do_not_silence_each_other() -> None:
 
 
 def test_the_word_default_stands_for_the_shipped_rules() -> None:
-    config = GovernorConfig(rules=("default", "stop when reward/mean < 0", "default"))
+    config = GovernorConfig(rules=("default", "stop when reward/mean < 0"))
     assert [rule.text for rule in config.parsed()] == [*DEFAULT_RULES, "stop when reward/mean < 0"]
     assert GovernorConfig(mode="off").parsed() == []
+
+
+@pytest.mark.parametrize(
+    ("rules", "complaint"),
+    [
+        (("default", "default"), "the rule 'default' is given twice"),
+        (("warn when reward/mean < 0",) * 2, "the rule 'warn when reward/mean < 0' is given twice"),
+        (("default", "drift: warn when reward/mean < 0"), "two rules are called 'drift': give one of them another"),
+    ],
+)
+def test_rules_that_events_could_not_tell_apart_are_refused(rules: tuple[str, ...], complaint: str) -> None:
+    with pytest.raises(ValidationError, match=complaint):
+        GovernorConfig(rules=rules)
 
 
 def test_off_says_nothing(tmp_path: Path) -> None:
@@ -101,6 +116,7 @@ def test_off_says_nothing(tmp_path: Path) -> None:
         ("raise_correction", "would raise the correction to icepop"),
         ("lower_staleness", "would lower max_staleness to 1"),
         ("raise_precision", "would raise the precision of sampling to int8_w8a8"),
+        ("lower_rate", "would lower the learning rate to 0.25"),
         ("skip_update", "would skip the update"),
         ("stop", "would stop the run"),
     ],
@@ -112,6 +128,7 @@ def test_an_advisor_tells_and_touches_nothing(tmp_path: Path, action: str, would
     assert made.run(controller).step == 6
     assert told(made) == [(step, f"{ALWAYS}: {would}; mismatch/k3 0") for step in (1, 5)]
     assert (len(made.learner.trained), made.learner.correction, controller.gate.max_staleness) == (6, "tis", 2)
+    assert made.learner.learning_rate == 1
 
 
 def test_the_correction_is_raised_rung_by_rung(tmp_path: Path) -> None:
@@ -124,6 +141,15 @@ def test_the_correction_is_raised_rung_by_rung(tmp_path: Path) -> None:
         "raised the correction to mis; mismatch/k3 0",
         "cannot raise the correction",
     ]
+
+
+def test_the_learning_rate_is_lowered_to_a_64th(tmp_path: Path) -> None:
+    made = lab(tmp_path, f"lower_rate when {ALWAYS}", cooldown=1)
+    progress = made.run()
+    assert made.learner.learning_rate == Changes.of(progress.governor).learning_rate == 1 / 64
+    whats = [text.split(": ", 1)[1].partition(";")[0] for _, text in told(made)]
+    assert whats[:3] == [f"lowered the learning rate to {rate}" for rate in ("0.25", "0.0625", "0.015625")]
+    assert set(whats[3:]) == {"cannot lower the learning rate: 0.015625 is already 1.6% of the recipe's"}
 
 
 def test_two_rules_that_want_the_same_get_it_once(tmp_path: Path) -> None:
@@ -154,7 +180,7 @@ def test_precision_is_raised_rung_by_rung_by_runs_that_end_to_be_built_anew(tmp_
         made.renew()
         controller = made.controller()
         progress = made.run(controller)
-        ended.append((progress.step, raised_precision(progress.governor), controller.to_be_rebuilt))
+        ended.append((progress.step, Changes.of(progress.governor).precision, controller.to_be_rebuilt))
         whats += [text.split(": ", 1)[1] for _, text in told(made)]
     assert ended == [(1, "int8_w8a8", True), (3, "high", True), (6, "high", False)]
     assert whats == [
@@ -174,7 +200,7 @@ def test_a_run_resumed_with_another_precision_climbs_from_where_it_stands(
     """It was at 8 bits: not a number of rungs, which would mean something else on a shorter ladder."""
     made = lab(tmp_path, f"raise_precision when {ALWAYS}", cooldown=1)
     made.precisions = ("int8_w8a8", "high")
-    assert raised_precision(made.run().governor) == "int8_w8a8"
+    assert Changes.of(made.run().governor).precision == "int8_w8a8"
     made.renew()
     made.precisions = resumed_with
     made.run()
@@ -217,6 +243,7 @@ def test_updates_are_skipped_for_as_long_as_the_condition_holds(tmp_path: Path) 
     progress = made.run()
     assert (progress.step, progress.version, len(made.learner.trained)) == (6, 6, 4)
     assert told(made) == [(3, "mismatch/k3 > 1: skipped the update; mismatch/k3 2")]  # told once, done twice
+    assert (3, "idle", "this step moved no weight: a rule of the governor asked for it") in made.recorder.events
 
 
 def test_a_stop_saves_before_the_update_and_says_why(tmp_path: Path) -> None:
@@ -229,6 +256,7 @@ def test_a_stop_saves_before_the_update_and_says_why(tmp_path: Path) -> None:
     assert (found[1].step, len(made.learner.trained)) == (3, 2)
     made.renew()
     assert made.run().step == 6, "a resumed run does not stop at once for the same reason"
+    assert (3, "cooldown", "the rule that stopped the run is silent until step 103: trouble") in made.recorder.events
 
 
 def test_rewards_and_last_steps_losses_can_be_judged(tmp_path: Path) -> None:

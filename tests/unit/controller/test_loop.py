@@ -18,6 +18,7 @@ from lockstep.controller.checkpoints import Checkpoints, Progress
 from lockstep.controller.config import CheckpointConfig, TrainConfig
 from lockstep.controller.governor import GovernorConfig
 from lockstep.controller.loop import Controller, Roles
+from lockstep.controller.steward import Reach
 from lockstep.metrics import describe
 from lockstep.protocols import Approve
 from lockstep.types import Group, GroupReceipt, Message, Sample, StepResult
@@ -95,7 +96,9 @@ class FakeLearner:
     trained: list[list[int]] = field(default_factory=list)
     lags: list[int] = field(default_factory=list)
     correction: str = "tis"
+    learning_rate: float = 1.0
     measured: Callable[[int], Mapping[str, float]] = lambda step: {"mismatch/k3": 0.0}
+    learns: Callable[[int], bool] = lambda step: True
     on_step: Callable[[int], None] = lambda step: None
     save_error: Callable[[int], OSError | None] = lambda step: None
 
@@ -106,14 +109,20 @@ class FakeLearner:
             self.lags.append(self.version - group.version)
             await turns(3)
             taken.append(index)
-        if approve(self.measured(step)):
+        approved = approve(self.measured(step))
+        learns = approved and self.learns(step)
+        if approved:
             self.trained.append(taken)
         self.version += 1
         self.on_step(step)
-        return StepResult(version=self.version, metrics={"policy/loss": 0.5, "time/learn": 0.0})
+        updates = {"policy/updates": float(learns), "policy/nonfinite": 0.0}
+        return StepResult(version=self.version, metrics={"policy/loss": 0.5, "time/learn": 0.0, **updates})
 
     async def set_correction(self, name: str) -> None:
         self.correction = name
+
+    async def set_learning_rate(self, rate: float) -> None:
+        self.learning_rate = rate
 
     async def save(self, folder: Path) -> None:
         (folder / "state.json").write_text(json.dumps(self.trained))
@@ -169,8 +178,6 @@ class Lab:
             sample=lambda i: Sample(uid=f"train/{i}", messages=(Message("user", "?"),)),
             evaluate=self._evaluate if self.accuracy else None,
             checkpoints=self.checkpoints,
-            corrections=("icepop", "mis"),
-            precisions=self.precisions,
         )
         return Controller(
             roles,
@@ -180,6 +187,7 @@ class Lab:
             eval_every=self.eval_every,
             dynamic_sampling=self.dynamic_sampling,
             governor=self.governor,
+            reach=Reach(corrections=("icepop", "mis"), precisions=self.precisions, learning_rate=1.0),
         )
 
     async def _evaluate(self) -> Mapping[str, float]:
@@ -361,6 +369,19 @@ def test_the_best_is_marked_even_if_its_first_save_failed(tmp_path: Path) -> Non
     best = lab.checkpoints.best()
     assert best is not None
     assert best.name == "step-000006"
+
+
+def test_steps_that_move_no_weight_are_told_with_the_reason(tmp_path: Path) -> None:
+    lab = Lab(tmp_path, steps=25)
+    lab.learner.learns = lambda step: step < 2
+    lab.rollout.signal = lambda index: False
+    lab.run()
+    why = "no prompt had answers with different rewards to learn from"
+    assert [(step, text) for step, kind, text in lab.recorder.events if kind == "idle"] == [
+        (3, f"this step moved no weight: {why}"),
+        (12, f"no weight has moved for 10 steps: {why}"),
+        (22, f"no weight has moved for 20 steps: {why}"),
+    ]
 
 
 def test_dynamic_sampling_replaces_up_to_its_cap(tmp_path: Path) -> None:

@@ -14,7 +14,8 @@ from lockstep.assembly.recipe import Recipe
 from lockstep.config import ConfigError
 from lockstep.config.loading import validate
 from lockstep.controller.governor import DEFAULT_RULES
-from lockstep.controller.rules import ACTIONS, COMPARE, EARLY, Among, Comparison, Rule, Signals, Trend, parse
+from lockstep.controller.rules import ACTIONS, COMPARE, Among, Comparison, Rule, Trend, parse
+from lockstep.controller.signals import EARLY, Signals
 
 NAMES = ("mismatch/k3", "mismatch/f2", "policy/entropy", "reward/part/correct")
 
