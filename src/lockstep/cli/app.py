@@ -183,17 +183,19 @@ def _explainable(incomplete: str) -> list[str]:
 def explain(
     name: Annotated[
         str | None,
-        typer.Argument(help="a method, preset or metric; all are listed without it", autocompletion=_explainable),
+        typer.Argument(help="a method, preset, rule or metric; all are listed without it", autocompletion=_explainable),
     ] = None,
 ) -> None:
     """Explain a method: its equation, options and defaults, what it goes with and refuses, its paper and its code.
 
-    Knows surrogates, corrections, advantages, reductions, KL estimators, low-bit formats, optimisers, presets, metrics.
+    Knows surrogates, corrections, advantages, reductions, KL estimators, low-bit formats, optimisers, presets, the
+    governor with its actions and rules, and metrics.
 
     Examples:
 
     * `lockstep explain`
     * `lockstep explain tbpo`
+    * `lockstep explain lower_rate`
     * `lockstep explain mismatch/k3`
     """
     from lockstep.cli.explain import explain

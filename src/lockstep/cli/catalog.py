@@ -20,15 +20,21 @@ from lockstep.algorithms.reference import ESTIMATORS, KLConfig
 from lockstep.algorithms.symbols import legend
 from lockstep.assembly.recipe import PRESETS
 from lockstep.cli.explainable import FAMILIES, names
-from lockstep.cli.introspection import Key, plugin_options, recipe_keys
+from lockstep.cli.introspection import Key, plugin_options, recipe_keys, shown_default, type_name
 from lockstep.config import ConfigError, choices
 from lockstep.config.plugins import load_class
+from lockstep.controller import governor, rules
+from lockstep.controller.governor import DEFAULT_RULES, GovernorConfig
+from lockstep.controller.rules import ACTIONS, Rule, parse
+from lockstep.protocols import GOVERNOR
 
 PAGES = {
     package: f"docs/algorithms/{package.rpartition('.')[2]}.md"
     for package in (PRESETS.package, SURROGATES, CORRECTIONS, ADVANTAGES, REDUCTIONS, ESTIMATORS)
 }
 """Where the docs show a family."""
+GOVERNOR_PAGE = "docs/governor.md"
+SHIPPED = [parse(text) for text in DEFAULT_RULES]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +78,8 @@ def find(name: str) -> list[Entry]:
     """All that goes by a name: `grpo` is a surrogate and an advantage. ConfigError with the nearest if none does."""
     presets = [preset_entry(name)] if name in PRESETS.names() else []
     plugins = [plugin_entry(package, name) for package in FAMILIES if name in choices(package)]
-    found = presets + plugins + _metrics_called(name)
+    governing = [entry for entry in governing_entries() if entry.name == name]
+    found = presets + plugins + governing + _metrics_called(name)
     if not found:
         near = difflib.get_close_matches(name, names(), n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
@@ -136,6 +143,52 @@ def metric_entry(metric: metrics.Metric) -> Entry:
         source=Path(metrics.__file__),
         facts=tuple((label, text) for label, text in told if text),
         page="docs/metrics.md",
+    )
+
+
+def governing_entries() -> Iterator[Entry]:
+    yield _governor()
+    yield from map(_action, ACTIONS)
+    yield from map(_rule, SHIPPED)
+
+
+def _governor() -> Entry:
+    return Entry(
+        name=GOVERNOR,
+        kind="governor",
+        summary=inspect.cleandoc(GovernorConfig.__doc__ or ""),
+        source=Path(governor.__file__),
+        usage='governor.mode = "active"',
+        options=tuple(
+            Key(name, type_name(info.annotation), shown_default(info.default), info.description or "")
+            for name, info in GovernorConfig.model_fields.items()
+        ),
+        facts=(("actions", ", ".join(ACTIONS)), ("rules", ", ".join(rule.name for rule in SHIPPED))),
+        page=GOVERNOR_PAGE,
+    )
+
+
+def _action(name: str) -> Entry:
+    asking = [rule.name for rule in SHIPPED if name in rule.actions]
+    return Entry(
+        name=name,
+        kind="governor action",
+        summary=ACTIONS[name],
+        source=Path(rules.__file__),
+        usage=f'governor.rules = ["default", "{name} when …"]',
+        facts=(("asked for by", ", ".join(asking)),) if asking else (),
+        page=GOVERNOR_PAGE,
+    )
+
+
+def _rule(rule: Rule) -> Entry:
+    return Entry(
+        name=rule.name,
+        kind="governor rule",
+        summary=rule.text.partition(": ")[2],
+        source=Path(governor.__file__),
+        usage='governor.rules = ["default"]',
+        page=GOVERNOR_PAGE,
     )
 
 

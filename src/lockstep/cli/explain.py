@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 
 from rich.console import Console, RenderableType
@@ -14,7 +14,7 @@ from rich.syntax import Syntax
 from rich.table import Table
 from rich.text import Text
 
-from lockstep.cli.catalog import Entry, find, methods
+from lockstep.cli.catalog import Entry, find, governing_entries, methods
 from lockstep.metrics import METRICS
 
 INDENT = 2
@@ -75,7 +75,7 @@ def _places(entry: Entry) -> Iterator[tuple[str, str]]:
 
 def _list_all(console: Console) -> None:
     """Every name with the first words of what it is; metrics by name only, they are many."""
-    for kind, entries in groupby(methods(), lambda entry: entry.kind):
+    for kind, entries in groupby(chain(methods(), governing_entries()), lambda entry: entry.kind):
         console.print(_titled(f"{kind}s"), highlight=False)
         console.print(_pairs(((entry.name, _in_short(entry.summary)) for entry in entries), cut=True), highlight=False)
     console.print(_titled("metrics"), highlight=False)

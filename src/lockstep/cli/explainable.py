@@ -6,7 +6,10 @@ from importlib.resources import files
 from pathlib import Path
 
 from lockstep.config import choices
+from lockstep.controller.governor import DEFAULT_RULES
+from lockstep.controller.rules import ACTIONS, parse
 from lockstep.metrics import METRICS
+from lockstep.protocols import GOVERNOR
 from lockstep.quant import FORMATS
 
 FAMILIES = {
@@ -25,4 +28,9 @@ def names() -> list[str]:
     """Of methods first, then of metrics; some name several things."""
     presets = [path.stem for path in Path(str(files("lockstep.presets"))).glob("*.toml")]
     methods = sorted({*presets, *(name for package in FAMILIES for name in choices(package))})
-    return [*methods, *(metric.name for metric in METRICS)]
+    return [*methods, *governing(), *(metric.name for metric in METRICS)]
+
+
+def governing() -> list[str]:
+    """The governor, what it can do, and the rules that come along."""
+    return [GOVERNOR, *ACTIONS, *(parse(text).name for text in DEFAULT_RULES)]

@@ -17,7 +17,7 @@ from lockstep.algorithms.config import CORRECTIONS, SURROGATES
 from lockstep.algorithms.symbols import legend
 from lockstep.assembly.recipe import PRESETS
 from lockstep.cli.app import app
-from lockstep.cli.catalog import Entry, find, methods, plugin_entry
+from lockstep.cli.catalog import Entry, find, governing_entries, methods, plugin_entry
 from lockstep.cli.explain import explain
 from lockstep.cli.explainable import FAMILIES, names
 from lockstep.cli.introspection import packages
@@ -73,6 +73,15 @@ def test_every_option_of_an_algorithm_says_what_it_means(package: str) -> None:
 @pytest.mark.parametrize("metric", METRICS, ids=lambda metric: metric.name)
 def test_a_metric_is_told(metric) -> None:
     assert flat(metric.meaning) in flat(said(metric.name.replace("*", (*metric.members, "7")[0])))
+
+
+@pytest.mark.parametrize("entry", governing_entries(), ids=lambda entry: entry.name)
+def test_the_governor_is_told(entry: Entry) -> None:
+    output = said(entry.name)
+    assert f"{entry.name} · governor" in output
+    assert flat(entry.summary) in flat(output)
+    assert "docs/governor.md" in output
+    assert entry.name in names()
 
 
 def test_a_name_may_stand_for_several_things() -> None:
