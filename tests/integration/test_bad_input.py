@@ -9,10 +9,13 @@ from pathlib import Path
 import command_runs as runs
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from lockstep.assembly.export import export
 from lockstep.cli import BAD_INPUT, main
 from lockstep.config import Plugin
+from lockstep.models import loading
+from lockstep.models.loading import ModelConfig
 from lockstep.quant import FORMATS
 from lockstep.report.run_folder import RunFolder
 
@@ -88,11 +91,35 @@ def test_a_run_is_never_written_over(tmp_path: Path, refused) -> None:
     assert "--resume" in refused("train", str(runs.write_recipe(tmp_path)), "--plain")
 
 
+def test_a_folder_that_cannot_hold_runs_is_told_in_one_line(tmp_path: Path, refused) -> None:
+    (tmp_path / "file").touch()
+    said = refused("train", str(runs.write_recipe(tmp_path)), "--plain", "--runs", "file")
+    assert "cannot make a run in file/small: Not a directory; choose another folder" in said
+
+
+def test_a_model_of_broken_weights_is_neither_saved_nor_exported(unbroken: Path, tmp_path: Path, refused) -> None:
+    loaded = loading.load(
+        ModelConfig(path=str(unbroken / "checkpoints/best")), dtype=torch.float32, device=torch.device("cpu"), seed=0
+    )
+    weights = dict(loaded.module.named_parameters())
+    name = next(iter(weights))
+    loading.save(tmp_path / "broken", loaded, weights)
+    stored = load_file(tmp_path / "broken/model.safetensors")
+    stored[name][0] = torch.nan
+    save_file(stored, tmp_path / "broken/model.safetensors", {"format": "pt"})
+    assert f"weights are inf or NaN, such as {name}" in refused("export", "broken", "out", "--precision", "int8_w8a8")
+    with pytest.raises(FloatingPointError, match=f"not saved, .* such as {name}"):
+        loading.save(tmp_path / "again", loaded, weights | {name: weights[name] * torch.inf})
+    assert not (tmp_path / "out").exists()
+    assert not (tmp_path / "again").exists()
+
+
 def test_rewards_that_fail_never_train(tmp_path: Path) -> None:
     """NaN from every reward: nothing is learned, nothing crashes, every failure is counted."""
     recipe = str(runs.write_recipe(tmp_path))
     result = runs.lockstep(tmp_path, "train", recipe, "train.steps=2", "eval.samples=0", "--plain", PRINTABLE_NAN="1")
     assert result.returncode == 0, result.stderr
+    assert "warning: 2 of 2 steps moved no weight, the model is the one it began with (every reward" in result.stdout
     assert "checkpoint  runs/small/checkpoints/step-000002" in result.stdout, "there is no best without an evaluation"
     run = tmp_path / "runs/small"
     assert runs.metrics(run, "reward/failed") == {1: 16, 2: 16}

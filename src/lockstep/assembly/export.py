@@ -41,6 +41,8 @@ def export(checkpoint: str, out: Path, precision: Plugin) -> Exported:
         device=choose_device("auto"),
         seed=0,
     )
+    if spoilt := loading.nonfinite(dict(loaded.module.named_parameters())):
+        raise ConfigError(f"cannot export {checkpoint!r}: {spoilt}")
     try:
         layers = quantized_layers(loaded.module)
     except ValueError as error:

@@ -153,11 +153,19 @@ def save(folder: Path, loaded: Loaded, weights: Mapping[str, Tensor]) -> None:
     """Writes weights (by Hugging Face name), config, generation config and tokenizer, for plain transformers to load.
 
     The learner has changed its own module (attention, head, config), so it is saved through the shell.
-    OSError with the folder if the disk is full.
+    FloatingPointError if one is inf or NaN: such a model answers nothing. OSError with the folder if the disk is full.
     """
+    if spoilt := nonfinite(weights):
+        raise FloatingPointError(f"not saved, for the model is broken: {spoilt}; an earlier checkpoint may be whole")
     with _quietly(), system_errors(folder):
         loaded.shell.save_pretrained(folder, state_dict=dict(weights))
         loaded.tokenizer.save_pretrained(folder)
+
+
+def nonfinite(weights: Mapping[str, Tensor]) -> str:
+    """In words, the weights that are inf or NaN somewhere; empty if none is."""
+    spoilt = [name for name, weight in weights.items() if not bool(weight.isfinite().all())]
+    return f"{len(spoilt)} of {len(weights)} weights are inf or NaN, such as {spoilt[0]}" if spoilt else ""
 
 
 @contextmanager

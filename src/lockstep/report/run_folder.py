@@ -42,6 +42,8 @@ class RunFolder:
         except FileExistsError:
             what = "already holds a run" if root.is_dir() else "is a file"
             raise ConfigError(f"{root} {what}: continue it with --resume {root} or choose another name") from None
+        except OSError as error:
+            raise ConfigError(f"cannot make a run in {root}: {error.strerror}; choose another folder") from None
         return folder
 
     @classmethod
