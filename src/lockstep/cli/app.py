@@ -300,3 +300,26 @@ def bench_mismatch(
     from lockstep.cli import bench_mismatch
 
     bench_mismatch.compare(steps=steps, warmup=warmup, out=out, json_out=json, console=console)
+
+
+@bench.command("rollout")
+def bench_rollout(
+    engines: Annotated[
+        list[str] | None,
+        typer.Argument(help="lockstep, vllm, generate, continuous; options after colons: lockstep:precision=fp8_w8a8"),
+    ] = None,
+    shape: Annotated[str, typer.Option(help="tiny, 0.6b, 8b or 30b-a3b: Qwen3's, with random weights")] = "0.6b",
+    layers: Annotated[int | None, typer.Option(min=1, help="fewer than the shape has")] = None,
+    workload: Annotated[
+        list[str] | None, typer.Option(help="256x128+256, 64x8x512+2048, 32x1024+1024, 8x4x16+32")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="append the table here, as Markdown")] = None,
+) -> None:
+    """Engines on the same prompts, lengths and weights: tokens per second, share of the memory limit, start-up.
+
+    A workload is prompts x samples x prompt tokens + answer tokens. Each engine runs in a process of its own; answers
+    are checked for sanity and their log-probs against a full forward of plain transformers.
+    """
+    from lockstep.cli import bench_rollout
+
+    bench_rollout.compare(shape, layers, workload or ["256x128+256"], engines or ["lockstep", "generate"], out, console)

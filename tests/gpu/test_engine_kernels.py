@@ -1,0 +1,172 @@
+"""The engine's kernels against what they replace, and the whole engine, in bursts, against plain transformers.
+
+On a GPU; or anywhere with triton installed and TRITON_INTERPRET=1, in float32.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+from engine_support import ask, engine_core, finish, prompt, rescore, sharpen
+from lockstep.models import kernels
+from lockstep.models.paged import KVCache, PagedStep, Segment, _attend, _attend_fused
+from lockstep.rollout.burst import Burst
+from lockstep.rollout.sampler import SamplingBatch, sample
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not kernels.available(DEVICE), reason="needs a CUDA device, or triton's interpreter"),
+]
+DTYPES = [torch.float32, *([torch.bfloat16] if DEVICE.type == "cuda" else [])]
+ERROR = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+PAGES, PAGE = 40, 16
+COMMON = {
+    "vocab_size": 261,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "bos_token_id": None,
+    "eos_token_id": 260,
+    "pad_token_id": 256,
+}
+
+
+def pages_of(num_seqs: int) -> Tensor:
+    return torch.randperm(PAGES, generator=torch.Generator().manual_seed(0))[: num_seqs * 12].view(num_seqs, 12)
+
+
+def cache_of(heads: int, size: int, dtype: torch.dtype) -> KVCache:
+    config = LlamaConfig(num_hidden_layers=1, num_key_value_heads=heads, head_dim=size)
+    cache = KVCache(config, num_pages=PAGES, page_size=PAGE, dtype=dtype, device=DEVICE)
+    torch.manual_seed(1)
+    cache.keys.normal_()
+    cache.values.normal_()
+    return cache
+
+
+def assert_attends(cache: KVCache, segment: Segment, query: Tensor, window: int | None) -> None:
+    keys, values = cache.keys[0], cache.values[0]
+    step = PagedStep(cache=cache, slots=torch.empty(0), segments=[segment])
+    expected = _attend(query.float(), keys.float(), values.float(), segment, step.mask(0, window), 0.2)
+    found = _attend_fused(query, keys, values, segment, 0.2, window)
+    assert (found.float() - expected).abs().max() < ERROR[query.dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "group", "size"), [(2, 2, 16), (1, 4, 128), (2, 1, 64), (1, 20, 32)])
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("splits", [1, 2, 8])
+def test_decode_attention(
+    dtype: torch.dtype, heads: int, group: int, size: int, window: int | None, splits: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    from lockstep.models.kernels import attention
+
+    monkeypatch.setattr(attention, "num_splits", lambda programs, processors: splits)
+    segment = Segment(slice(0, 3), pages_of(3).to(DEVICE), torch.tensor([150, 0, 77], device=DEVICE))
+    query = torch.randn(3, heads * group, size, device=DEVICE).to(dtype)
+    assert_attends(cache_of(heads, size, dtype), segment, query, window)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "group", "size"), [(2, 2, 16), (1, 4, 128)])
+@pytest.mark.parametrize("window", [None, 20])
+def test_prefill_attention(dtype: torch.dtype, heads: int, group: int, size: int, window: int | None) -> None:
+    start, count = torch.tensor([[60, 0, 77], [30, 100, 5]], device=DEVICE)
+    segment = Segment(slice(0, 135), pages_of(3).to(DEVICE), start, count, longest=100)
+    query = torch.randn(135, heads * group, size, device=DEVICE).to(dtype)
+    assert_attends(cache_of(heads, size, dtype), segment, query, window)
+
+
+@pytest.mark.parametrize("vocab", [50, 2048, 5000])
+def test_draws_are_those_of_the_reference(vocab: int) -> None:
+    generator = torch.Generator().manual_seed(2)
+    logits = torch.randn(64, vocab, generator=generator) * 3
+    logits[3, ::2] = -torch.inf
+    batch = SamplingBatch(
+        temperature=torch.rand(64, generator=generator) + 0.5,
+        greedy=torch.arange(64) == 5,
+        top_k=torch.full((64,), vocab),
+        top_p=torch.ones(64),
+        min_p=torch.zeros(64),
+        seed=torch.arange(64),
+        position=torch.arange(64) * 7,
+        any_greedy=True,
+        any_truncated=False,
+    )
+    moved = SamplingBatch(**{k: v.to(DEVICE) if isinstance(v, Tensor) else v for k, v in fields(batch).items()})
+    tokens, logp = sample(logits.to(DEVICE), moved)
+    reference = (logits / batch.temperature[:, None]).log_softmax(-1)
+    from lockstep.rollout.sampler import uniform
+
+    cdf = reference.exp().double().cumsum(-1)
+    expected = torch.searchsorted(cdf, (uniform(batch.seed, batch.position) * cdf[:, -1])[:, None], right=True)[:, 0]
+    expected[5] = logits[5].argmax()
+    assert torch.equal(tokens.cpu(), expected)
+    torch.testing.assert_close(logp.cpu(), reference.gather(1, expected[:, None])[:, 0], atol=1e-5, rtol=0)
+
+
+def fields(batch: SamplingBatch) -> dict[str, object]:
+    return {name: getattr(batch, name) for name in SamplingBatch.__slots__}
+
+
+def model(name: str) -> PreTrainedModel:
+    if name == "llama":
+        return LlamaForCausalLM(LlamaConfig(**COMMON))
+    if name == "qwen2":  # biases
+        return Qwen2ForCausalLM(Qwen2Config(**COMMON))
+    if name == "qwen3":  # head norms
+        return Qwen3ForCausalLM(Qwen3Config(**COMMON, head_dim=16))
+    moe = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**COMMON, **moe, head_dim=16))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "qwen3_moe"])
+def test_answers_in_bursts_score_as_in_a_full_forward(name: str, dtype: torch.dtype) -> None:
+    """More requests than rows, prompts of any length, greedy, random and truncated draws, an end token."""
+    torch.manual_seed(0)
+    module = sharpen(model(name), std=0.08 if dtype == torch.bfloat16 else 0.15)
+    core = engine_core(copy.deepcopy(module).to(DEVICE, dtype), end=(7,), max_seqs=6, record=name == "qwen3_moe")
+    assert isinstance(core.runner.burst, Burst)
+    requests = [
+        ask(f"{i}", prompt(9 + 3 * i, seed=i), 25 + i, temperature=float(i % 2), seed=i, top_p=0.9 if i == 2 else 1.0)
+        for i in range(9)
+    ]
+    done = finish(core, requests)
+    scored = [r for r in requests if r.params.top_p == 1]
+    worst = max(float((torch.tensor(done[r.uid].logp) - rescore(module, r, done[r.uid])).abs().max()) for r in scored)
+    assert worst < {torch.float32: 1e-4, torch.bfloat16: 0.3}[dtype]
+    assert all(len(done[r.uid].tokens) == r.params.max_tokens or done[r.uid].tokens[-1] == 7 for r in requests)
+
+
+def test_new_weights_reach_captured_steps() -> None:
+    """Copied into the engine's own buffers: graphs read what is there, also the products of several weights."""
+    torch.manual_seed(0)
+    first, second = (sharpen(model("qwen3"), seed=seed) for seed in (1, 2))
+    core = engine_core(copy.deepcopy(first).to(DEVICE), max_seqs=4)
+    requests = [ask("r", prompt(20, seed=1), 30)]
+    finish(core, requests)
+    core.load_weights({name: tensor.to(DEVICE) for name, tensor in second.state_dict().items()})
+    core.scheduler.new_version(1, recompute=False)
+    done = finish(core, requests)["r"]
+    torch.testing.assert_close(torch.tensor(done.logp), rescore(second, requests[0], done), atol=1e-4, rtol=0)
