@@ -1,4 +1,4 @@
-"""On a GPU: every Triton kernel against the reference, and rows that do not feel each other."""
+"""On a GPU: every Triton kernel against the reference, and rows and outputs that do not feel each other."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from torch import Tensor
 
 from lockstep.quant.kernels import load, reference
 
-MANY_ROWS = 512
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 QUANTIZERS = ("quantize_rows_int8", "quantize_rows_fp8", "quantize_groups_fp8")
@@ -24,6 +23,8 @@ PRODUCTS = {
     "w4a8_matmul": 1e-6,
     "w4a8_fp8_matmul": 5e-4,
 }
+# Few rows of the others run on other instructions than many, which add in another order.
+ROW_BY_ROW = ("int8_matmul", "fp8_matmul", "fp8_block_matmul", "w4a8_matmul")
 
 
 def fast(operation: str) -> Callable[..., Tensor]:
@@ -88,17 +89,48 @@ def test_products_equal_the_reference(operation: str, M: int, N: int, K: int) ->
         assert distance(result, expected) <= PRODUCTS[operation]
 
 
-def test_many_rows_of_w4a16_equal_the_reference() -> None:
-    x, weight = rows_of("w4a16_matmul", MANY_ROWS + 1, 2048), weight_of("w4a16_matmul", 512, 2048)
-    result = fast("w4a16_matmul")(*x, *weight, torch.bfloat16)
-    assert distance(result, reference.w4a16_matmul(*x, *weight, torch.float32)) < 3e-3
+@pytest.mark.parametrize("operation", ["fp8_matmul", "w4a16_matmul"])
+def test_many_rows_equal_the_reference_in_the_library_too(operation: str) -> None:
+    from lockstep.quant.kernels.triton_configs import LIBRARY_ABOVE  # imports triton, which a CPU may lack
+
+    rows = LIBRARY_ABOVE[operation.removesuffix("_matmul")] + 1
+    x, weight = rows_of(operation, rows, 2048), weight_of(operation, 512, 2048)
+    result = fast(operation)(*x, *weight, torch.bfloat16)
+    assert distance(result, getattr(reference, operation)(*x, *weight, torch.float32)) < 3e-3
+
+
+@pytest.mark.parametrize("quantizer", ["quantize_blocks_fp8", "quantize_int4"])
+@pytest.mark.parametrize("shape", [(512, 2048), (3, 70, 300), (5, 97), (2, 130, 129)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_quantized_weights_equal_the_reference(quantizer: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    weight = torch.randn(shape, device="cuda").to(dtype)
+    weight.view(-1, shape[-1])[1] = 0
+    codes, scales = load(f"triton_weights.{quantizer}").run(weight)
+    expected_codes, expected_scales = getattr(reference, quantizer)(weight)
+    assert torch.equal(scales, expected_scales)
+    assert torch.equal(codes.view(torch.uint8), expected_codes.view(torch.uint8))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("shape", [(512, 2048), (3, 140, 300), (5, 97), (0, 64)], ids=str)
+def test_decoded_codes_equal_the_reference(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    x = torch.randn(shape, device="cuda")
+    cases = [
+        ("dequantize_rows", reference.quantize_rows_int8(x)),
+        ("dequantize_rows", reference.quantize_rows_fp8(x)),
+        ("dequantize_groups", reference.quantize_groups_fp8(x)),
+        ("dequantize_blocks", reference.quantize_blocks_fp8(x)),
+    ]
+    for name, encoded in cases[: 3 if shape[0] == 0 else 4]:
+        decoded = load(f"triton_weights.{name}").run(*encoded, dtype)
+        assert torch.equal(decoded, getattr(reference, name)(*encoded, dtype)), name
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", [(512, 2048), (3, 70, 300), (5, 97)])
 def test_decoded_int4_equals_the_reference(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     packed, scales = weight_of("w4a16_matmul", *shape)
-    decoded = load("triton_four.dequantize_int4").run(packed, scales, shape[-1], dtype)
+    decoded = load("triton_weights.dequantize_int4").run(packed, scales, shape[-1], dtype)
     assert torch.equal(decoded, reference.dequantize_int4(packed, scales, shape[-1], dtype))
 
 
@@ -115,9 +147,9 @@ def test_experts_equal_the_reference(operation: str) -> None:
     assert distance(result, torch.cat(parts)) <= PRODUCTS[operation]
 
 
-@pytest.mark.parametrize("operation", PRODUCTS)
+@pytest.mark.parametrize("operation", ROW_BY_ROW)
 def test_a_row_does_not_depend_on_the_others(operation: str) -> None:
-    """In float32. In 16 bits many rows of w4a16 go to the library, which adds in its own order."""
+    """In float32. In bfloat16 many rows of fp8 go to the library, which adds in its own order."""
     x, weight = rows_of(operation, 700, 4096), weight_of(operation, 1024, 4096)
     everything = fast(operation)(*x, *weight, torch.float32)
     for a, b in [(0, 1), (7, 20), (16, 32), (100, 150), (3, 70), (0, 130)]:
@@ -125,7 +157,7 @@ def test_a_row_does_not_depend_on_the_others(operation: str) -> None:
         assert torch.equal(part, everything[a:b]), f"rows {a} to {b}"
 
 
-@pytest.mark.parametrize("operation", PRODUCTS)
+@pytest.mark.parametrize("operation", ROW_BY_ROW)
 def test_an_experts_row_does_not_depend_on_the_others(operation: str) -> None:
     x, weight = rows_of(operation, 400, 2048), weight_of(operation, 2, 256, 2048)
     everything = fast(f"grouped_{operation}")(
@@ -135,6 +167,16 @@ def test_an_experts_row_does_not_depend_on_the_others(operation: str) -> None:
         *(t[148:153] for t in x), torch.tensor([0, 2, 5], device="cuda", dtype=torch.int32), *weight, torch.float32
     )
     assert torch.equal(few, everything[148:153])
+
+
+@pytest.mark.parametrize("operation", PRODUCTS)
+@pytest.mark.parametrize("rows", [16, 64])
+def test_stacked_weights_give_the_products_of_their_parts(operation: str, rows: int) -> None:
+    """Also where parts are cut along K and the whole is not."""
+    x, parts = rows_of(operation, rows, 12288), [weight_of(operation, N, 12288) for N in (4096, 1024, 8192)]
+    whole = fast(operation)(*x, *(torch.cat(tensors) for tensors in zip(*parts, strict=True)), torch.bfloat16)
+    apart = torch.cat([fast(operation)(*x, *weight, torch.bfloat16) for weight in parts], -1)
+    assert torch.equal(whole, apart)
 
 
 @pytest.mark.parametrize("operation", PRODUCTS)

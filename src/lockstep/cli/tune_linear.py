@@ -1,7 +1,8 @@
 """Finds the tiles of quant/kernels/triton_configs.py: `python -m lockstep.cli.tune_linear` on the GPU to tune for.
 
-Every candidate runs the passes of `lockstep bench linear`, which encode their inputs. Prints the fastest per format and
-number of rows. Kernels are compiled by several processes first, into Triton's cache.
+Every candidate runs the passes of `lockstep bench linear` over stacked layers and over experts, which encode their
+inputs. Prints the fastest per format and number of rows. Kernels are compiled by several processes first, into Triton's
+cache.
 """
 
 from __future__ import annotations
@@ -25,39 +26,24 @@ Job = tuple[str, int, int, Tile]
 
 
 def cases() -> Iterator[Case]:
-    """The last number of rows is a learner's. Above MANY_ROWS w4a16 has no tile."""
+    """The last number of rows is a learner's. Above LIBRARY_ABOVE no tile runs."""
     for kind in KINDS:
-        yield from product((kind,), (16, 64, 128) if kind == "w4a16" else (16, 64, 256, 2048), (0,))
+        most = configs.LIBRARY_ABOVE.get(kind, 2048)
+        yield from product((kind,), (rows for rows in (16, 32, 64, 128, 256, 2048) if rows <= most), (0,))
         yield from product((kind,), (16, 64, 256, 2048), (bench.EXPERTS,))
 
 
 def candidates(kind: str, tokens: int, num_experts: int) -> list[Tile]:
     """Tiles worth trying. Those that do not fit into registers or shared memory are passed over when they fail."""
-    narrow, tall, wide = (64, 4), (128, 4), (128, 8)  # outputs, warps
-    few = ((2, 1), (3, 1), (6, 1), (8, 1), (4, 2))  # stages, groups
-    both = (True, False)
-    if num_experts:
-        heights = {16: (16,), 64: (16,), 256: (16, 32), 2048: (64, 128)}[tokens]
-        return _tiles(heights, (narrow, wide if tokens == 2048 else tall), ((3, 1), (4, 1), (3, 2)), (False,))
-    if tokens <= 64:
-        tiles = _tiles((tokens,), (narrow, tall if tokens == 16 else wide), few, both if kind == "int8" else (True,))
-        # Outputs under 64 run on other instructions, which add in another order: for exact sums alone.
-        return tiles + (_tiles((tokens,), ((16, 2), (32, 4)), few[2:], (False,)) if kind == "int8" else [])
-    if tokens <= 256:
-        return _tiles((64, 128), (narrow, wide), ((2, 1), (3, 1), (4, 1)), both)
-    return _tiles((128, 256), (narrow, wide), ((3, 1), (4, 1)), (False,))
-
-
-def _tiles(
-    rows: tuple[int, ...],
-    shapes: tuple[tuple[int, int], ...],
-    steps: tuple[tuple[int, int], ...],
-    parallel: tuple[bool, ...],
-) -> list[Tile]:
-    return [
-        Tile(height, outputs, warps, stages, split, groups)
-        for height, (outputs, warps), (stages, groups), split in product(rows, shapes, steps, parallel)
-    ]
+    rows = max(1, tokens * bench.TOP_K // num_experts) if num_experts else tokens
+    heights = (16,) if rows <= 8 else (16, 32) if rows <= 16 else tuple(h for h in (32, 64, 128, 256) if h <= rows)
+    if kind.startswith("w4"):
+        shapes, stages = ((64, 2), (64, 4), (128, 4), (128, 8)), (3, 4, 5)
+        first = (True,) if rows <= 32 else (True, False)
+        return [Tile(h, *shape, s, rows_first=f) for h, shape, s, f in product(heights, shapes, stages, first)]
+    shapes = ((64, 4), (128, 8)) if rows <= 512 else ((64, 4), (128, 8), (256, 8))
+    stages = ((3, 0), (4, 8), (6, 8), (6, 10))
+    return [Tile(h, *shape, s, lone_stages=lone) for h, shape, (s, lone) in product(heights, shapes, stages)]
 
 
 def use(kind: str, num_experts: int, tile: Tile) -> None:
@@ -100,7 +86,7 @@ def tune(case: Case, tried: list[Tile]) -> list[tuple[float, Tile]]:
     kind, tokens, num_experts = case
     device, contender = torch.device("cuda"), contender_of(kind)
     torch.manual_seed(tokens)
-    problem = bench.experts(tokens, device) if num_experts else bench.dense(tokens, device)
+    problem = bench.experts(tokens, device) if num_experts else bench.dense(tokens, device, bench.FUSED_BLOCK)
     weights = bench.make_weights(contender, problem.layers, num_experts, device)
     copies = bench.rotated(weights, problem.used / max(1, num_experts))
     found = []

@@ -2,9 +2,9 @@
 
 An operation is named like its definition in `reference.py`. A product (`int8_matmul`, …) takes the tensors of the
 input, those of the weight and the dtype of the result. Its form for experts has the prefix `grouped_`, weights [E, ...]
-and, after the input, `offsets` [E + 1] (int32): which rows each expert has. `quantize_*` turn rows [M, K] into codes
-and scales, `dequantize_*` turn them back. To add a kernel, add a line to CANDIDATES; the parity tests then hold it
-against the reference.
+and, after the input, `offsets` [E + 1] (int32): which rows each expert has. `quantize_*` turn rows [..., K] into
+codes and scales, `dequantize_*` turn them back. To add a kernel, add a line to CANDIDATES; the parity tests then hold
+it against the reference.
 """
 
 from __future__ import annotations
@@ -56,8 +56,7 @@ def _triton_half(shape: Sequence[int], dtype: torch.dtype) -> bool:
     return _triton(shape, dtype) and dtype in (torch.bfloat16, torch.float16)
 
 
-# The first candidate whose condition holds runs; the reference where none does. No condition sees the number of rows:
-# a row's arithmetic must not depend on how many others share its batch.
+# The first candidate whose condition holds runs; the reference where none does. No condition sees the number of rows.
 CANDIDATES: Mapping[str, Mapping[str, Sequence[tuple[str, Condition]]]] = {
     "cpu": {
         "int8_matmul": [("cpu.int8_matmul_integer", _int8_dot), ("cpu.int8_matmul_float", _always)],
@@ -87,8 +86,12 @@ CANDIDATES: Mapping[str, Mapping[str, Sequence[tuple[str, Condition]]]] = {
         "quantize_rows_int8": [("triton_rows.quantize_rows_int8", _triton)],
         "quantize_rows_fp8": [("triton_rows.quantize_rows_fp8", _triton)],
         "quantize_groups_fp8": [("triton_rows.quantize_groups_fp8", _triton)],
-        "dequantize_rows": [("cuda.dequantize_rows", _always)],
-        "dequantize_int4": [("triton_four.dequantize_int4", _triton_half), ("cuda.dequantize_int4", _always)],
+        "quantize_blocks_fp8": [("triton_weights.quantize_blocks_fp8", _triton)],
+        "quantize_int4": [("triton_weights.quantize_int4", _triton)],
+        "dequantize_rows": [("triton_weights.dequantize_rows", _triton), ("cuda.dequantize_rows", _always)],
+        "dequantize_groups": [("triton_weights.dequantize_groups", _triton)],
+        "dequantize_blocks": [("triton_weights.dequantize_blocks", _triton)],
+        "dequantize_int4": [("triton_weights.dequantize_int4", _triton), ("cuda.dequantize_int4", _always)],
     },
 }
 
@@ -105,8 +108,8 @@ def choose(operation: str, device: str, shape: tuple[int, ...], dtype: torch.dty
 
 
 def encode(operation: str, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes and scales of rows [M, K]."""
-    return choose(operation, x.device.type, x.shape[1:], x.dtype).run(x)
+    """Codes and scales of rows [..., K]."""
+    return choose(operation, x.device.type, x.shape[-1:], x.dtype).run(x)
 
 
 def decode(operation: str, codes: Tensor, scales: Tensor, *arguments: Any) -> Tensor:

@@ -56,6 +56,12 @@ def quantize_groups_int4(weight: Tensor) -> tuple[Tensor, Tensor]:
     return _round(weight / spread(scales, weight.shape[-1]), INT4_MAX), scales
 
 
+def quantize_int4(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """[..., K] to packed codes [..., ceil(K / 2)] and scales [..., G]."""
+    codes, scales = quantize_groups_int4(weight)
+    return pack_int4(codes), scales
+
+
 def group_absmax(x: Tensor) -> Tensor:
     """[..., K] to [..., G]; the last group may be shorter."""
     padded = F.pad(x.abs(), (0, -x.shape[-1] % GROUP))

@@ -7,68 +7,58 @@ from __future__ import annotations
 from lockstep.quant.kernels.triton_tiles import Tile
 
 ANY = 1 << 40
-MANY_ROWS = 512  # above it w4a16 writes the weight out in 16 bits and calls the library
-
-# Programs that a launch of few rows is cut into (see num_chunks): part of the order of sums, so one for all rows.
-# Of 192, 384, 768 and 1536: more programs hide the unpacking of 4 bits (w4a16: 768 is 6% faster than 384 at 16 rows),
-# but cost more where their sums meet (19% at 64 rows).
-FILL = {"int8": 192, "fp8": 192, "fp8_block": 192, "w4a16": 384, "w4a8": 384, "w4a8_fp8": 384}
+LIBRARY_ABOVE = {"fp8": 128, "w4a16": 256}  # rows from which a library's product is faster; w4a16 decodes for it
 
 # Up to so many rows → tile.
 DENSE: dict[str, dict[int, Tile]] = {
     "int8": {
-        16: Tile(16, 64, 4, 4, True, 2),
-        32: Tile(32, 64, 4, 6, True),
-        64: Tile(64, 64, 4, 6, True),
-        512: Tile(64, 64, 4, 4, False),
-        ANY: Tile(256, 128, 8, 4, False),
+        16: Tile(16, 64, 4, 6, lone_stages=8),
+        32: Tile(32, 64, 4, 5, lone_stages=9),
+        64: Tile(64, 64, 4, 4, lone_stages=8),
+        512: Tile(128, 64, 4, 4),
+        ANY: Tile(256, 128, 8, 3),
     },
     "fp8": {
-        16: Tile(16, 64, 4, 6, True),
-        32: Tile(32, 64, 4, 8, True),
-        64: Tile(64, 64, 4, 8, True),
-        512: Tile(64, 128, 8, 4, True),
-        ANY: Tile(128, 64, 4, 3, False),
+        16: Tile(16, 64, 4, 6, lone_stages=8),
+        32: Tile(32, 64, 4, 5, lone_stages=9),
+        64: Tile(64, 64, 4, 4, lone_stages=8),
+        512: Tile(128, 64, 4, 4),
+        ANY: Tile(128, 128, 8, 3),
     },
     "w4a16": {
-        16: Tile(16, 64, 4, 3, True),
-        32: Tile(32, 64, 4, 3, True),
-        64: Tile(64, 64, 4, 3, True),
-        ANY: Tile(128, 64, 4, 2, True),
+        16: Tile(16, 64, 4, 4, rows_first=True),
+        32: Tile(32, 64, 4, 4, rows_first=True),
+        64: Tile(64, 64, 4, 3),
+        ANY: Tile(128, 64, 4, 3),
     },
     "w4a8": {
-        16: Tile(16, 64, 4, 3, True),
-        32: Tile(32, 64, 4, 3, True),
-        64: Tile(64, 64, 4, 3, True),
-        512: Tile(128, 64, 4, 3, True),
-        ANY: Tile(128, 64, 4, 3, False),
+        16: Tile(16, 64, 2, 5, rows_first=True),
+        32: Tile(32, 64, 4, 4, rows_first=True),
+        64: Tile(64, 64, 4, 5),
+        ANY: Tile(128, 64, 4, 3),
     },
 }
 # Up to so many rows per expert, on average → tile.
 GROUPED: dict[str, dict[int, Tile]] = {
     "int8": {
-        2: Tile(16, 128, 4, 3, False),
-        8: Tile(16, 128, 4, 3, False),
-        32: Tile(32, 64, 4, 3, False),
-        ANY: Tile(64, 128, 8, 4, False),
+        8: Tile(16, 128, 4, 3),
+        32: Tile(32, 64, 4, 3),
+        ANY: Tile(64, 128, 8, 4),
     },
     "fp8": {
-        2: Tile(16, 64, 4, 4, False),
-        8: Tile(16, 64, 4, 4, False),
-        32: Tile(32, 64, 4, 3, False),
-        ANY: Tile(64, 128, 8, 4, False),
+        8: Tile(16, 64, 4, 4),
+        32: Tile(32, 64, 4, 3),
+        ANY: Tile(64, 128, 8, 4),
     },
     "w4a16": {
-        2: Tile(16, 128, 4, 3, False),
-        8: Tile(16, 128, 4, 3, False),
-        32: Tile(32, 128, 4, 3, False),
-        ANY: Tile(64, 128, 8, 3, False),
+        8: Tile(16, 128, 4, 4, rows_first=True),
+        32: Tile(32, 128, 4, 3),
+        ANY: Tile(64, 128, 4, 3, rows_first=True),
     },
     "w4a8": {
-        2: Tile(16, 128, 4, 3, False),
-        8: Tile(16, 128, 4, 3, False),
-        32: Tile(32, 128, 4, 3, False),
-        ANY: Tile(64, 128, 8, 3, False),
+        8: Tile(16, 64, 2, 3, rows_first=True),
+        32: Tile(32, 128, 4, 3, rows_first=True),
+        ANY: Tile(64, 128, 8, 3),
     },
 }
 LIKE = {"fp8_block": "fp8", "w4a8_fp8": "w4a8"}  # tuned together

@@ -12,19 +12,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lockstep.quant.kernels.triton_configs import FILL, tile_for
-from lockstep.quant.kernels.triton_tiles import (
-    DEPENDENT,
-    GROUP,
-    Plan,
-    await_inputs,
-    finish,
-    let_next_start,
-    locate,
-    make_plan,
-)
+from lockstep.quant.kernels import cuda
+from lockstep.quant.kernels.triton_configs import LIBRARY_ABOVE, tile_for
+from lockstep.quant.kernels.triton_tiles import DEPENDENT, GROUP, Plan, await_inputs, finish, locate, make_plan
 
 STEP = tl.constexpr(GROUP)
+SMALLEST_CHUNK = 6144  # of K: shorter ones cost more where their sums meet than they gain
 
 
 def int8_matmul(xq: Tensor, sx: Tensor, wq: Tensor, sw: Tensor, dtype: torch.dtype) -> Tensor:
@@ -33,7 +26,9 @@ def int8_matmul(xq: Tensor, sx: Tensor, wq: Tensor, sw: Tensor, dtype: torch.dty
 
 
 def fp8_matmul(xq: Tensor, sx: Tensor, wq: Tensor, sw: Tensor, dtype: torch.dtype) -> Tensor:
-    """e4m3 [M, K] and [N, K], scales [M] and [N], to [M, N]."""
+    """e4m3 [M, K] and [N, K], scales [M] and [N], to [M, N]. For many rows the library, which adds in its own order."""
+    if len(xq) > LIBRARY_ABOVE["fp8"] and dtype == torch.bfloat16 and len(wq) % 16 == 0 and xq.shape[1] % 16 == 0:
+        return cuda.fp8_matmul(xq, sx, wq, sw, dtype)
     return eight_bit("fp8", xq, sx, None, wq, sw, dtype)
 
 
@@ -64,7 +59,7 @@ def eight_bit(
 ) -> Tensor:
     """All of the above: `kind` is int8, fp8 or fp8_block."""
     (M, K), N, experts = xq.shape, wq.shape[-2], 0 if offsets is None else len(wq)
-    plan = make_plan(tile_for(kind, M, experts), FILL[kind], M, N, K, experts, exact=kind == "int8")
+    plan = make_plan(tile_for(kind, M, experts), K // SMALLEST_CHUNK, M, N, K, experts, exact=kind == "int8")
     return run(plan, kind, xq, sx, offsets, wq, sw, dtype)
 
 
@@ -79,7 +74,7 @@ def run(
     partials, counters = plan.meeting_place(torch.int32 if kind == "int8" else torch.float32, xq.device)
     if M:
         _eight_bit[plan.grid](
-            xq, sx, wq, sw, y, offsets, partials, counters, M, N, K, plan.experts, plan.chunks, plan.chunk,
+            xq, sx, wq, sw, y, offsets, partials, counters, M, N, K, plan.experts, plan.chunks, plan.chunk // GROUP,
             BLOCK_SCALED=kind == "fp8_block", DEPENDENT=DEPENDENT, launch_pdl=DEPENDENT, **plan.constants,
         )  # fmt: skip
     return y
@@ -87,8 +82,8 @@ def run(
 
 @triton.jit(do_not_specialize=["M", "experts", "chunks"])
 def _eight_bit(
-    x, sx, w, sw, y, offsets, partials, counters, M, N, K, experts, chunks, chunk,
-    BLOCK_SCALED: tl.constexpr, EVEN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, GROUPS: tl.constexpr,
+    x, sx, w, sw, y, offsets, partials, counters, M, N, K, experts, chunks, chunk_groups,
+    BLOCK_SCALED: tl.constexpr, EVEN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     STAGES: tl.constexpr, PARALLEL: tl.constexpr, IN_TURN: tl.constexpr, EXPERTS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
@@ -104,34 +99,31 @@ def _eight_bit(
     groups = tl.cdiv(K, STEP)
     sx_rows = sx + tl.minimum(rows, end - 1).to(tl.int64) * groups
     sw_row = sw + (expert * tl.cdiv(N, STEP) + tl.program_id(1) * BN // STEP) * groups
+    chunk = chunk_groups * STEP
     if IN_TURN:
         acc = tl.zeros((BN, BM), tl.float32)
         for start in range(0, K, chunk):
             stop = tl.minimum(start + chunk, K)
-            acc += _sum_chunk(
-                x_rows, w_rows, sx_rows, sw_row, start, stop, K, BM, BN, GROUPS, STAGES, BLOCK_SCALED, EVEN
-            )
+            acc += _sum_chunk(x_rows, w_rows, sx_rows, sw_row, start, stop, K, BM, BN, STAGES, BLOCK_SCALED, EVEN)
     else:
         start = tl.program_id(2) * chunk
         stop = tl.minimum(start + chunk, K)
-        acc = _sum_chunk(x_rows, w_rows, sx_rows, sw_row, start, stop, K, BM, BN, GROUPS, STAGES, BLOCK_SCALED, EVEN)
+        acc = _sum_chunk(x_rows, w_rows, sx_rows, sw_row, start, stop, K, BM, BN, STAGES, BLOCK_SCALED, EVEN)
     SCALED: tl.constexpr = "none" if BLOCK_SCALED else "both"
     sw += expert * N
-    let_next_start(DEPENDENT)
     finish(acc, y, sx, sw, rows, end, outputs, N, partials, counters, chunks, BM, BN, PARALLEL, SCALED)
 
 
 @triton.jit
 def _sum_chunk(
     x, w, sx, sw, start, stop, K,
-    BM: tl.constexpr, BN: tl.constexpr, GROUPS: tl.constexpr, STAGES: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
     BLOCK_SCALED: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """The sum over K from start to stop, [BN, BM], group by group."""
     acc = tl.zeros((BN, BM), tl.int32 if w.dtype.element_ty == tl.int8 else tl.float32)
-    for k in tl.range(start, stop, STEP * GROUPS, num_stages=STAGES):
-        for group in tl.static_range(GROUPS):
-            acc = _add_group(acc, x, w, sx, sw, k + group * STEP, K, BLOCK_SCALED, EVEN)
+    for k in tl.range(start, stop, STEP, num_stages=STAGES):
+        acc = _add_group(acc, x, w, sx, sw, k, K, BLOCK_SCALED, EVEN)
     return acc
 
 

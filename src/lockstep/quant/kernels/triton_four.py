@@ -1,7 +1,9 @@
 """4-bit weights on a GPU: 16-bit activations (w4a16) or 8-bit ones (w4a8), one weight or a weight per expert.
 
 A group of 128 codes lies in 64 bytes, its first half in the low nibbles. A step of the loop loads such bytes, turns
-both halves into the tensor cores' type in registers and multiplies each with its half of the activations.
+both halves into the tensor cores' type in registers and multiplies each with its half of the activations. Tiles are
+[outputs, rows], so that wide instructions take decoded weights from registers, or (ROWS_FIRST) [rows, outputs], so that
+few rows run on narrow instructions, which fill the device with more programs.
 
 w4a16: code·s is rounded to the activations' type, as the reference does; only the order of float32 sums differs.
 w4a8, int8: a group's sum is exact; the groups' sums, times their scales, are added in float32.
@@ -17,43 +19,36 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
-from lockstep.quant.kernels.triton_configs import FILL, MANY_ROWS, tile_for
-from lockstep.quant.kernels.triton_tiles import (
-    GROUP,
-    INTERPRETED,
-    Plan,
-    finish,
-    locate,
-    make_plan,
-)
+from lockstep.quant.kernels.triton_configs import LIBRARY_ABOVE, tile_for
+from lockstep.quant.kernels.triton_tiles import GROUP, INTERPRETED, Plan, finish, locate, make_plan
+from lockstep.quant.kernels.triton_weights import dequantize_int4
 
 STEP, HALF = tl.constexpr(GROUP), tl.constexpr(GROUP // 2)
-DECODED_ROWS = tl.constexpr(64)
-# Outputs: two low codes, two high ones. Inputs: two bytes; each scale below twice, once for each byte.
-_TO_BFLOAT16 = tl.constexpr("""{
-    .reg .b32 word, bits;
-    .reg .f32 low0, low1, high0, high1;
-    cvt.u32.u16 word, $2;
-    lop3.b32 bits, word, 0x000F, 0x4B000000, 0xEA;
-    mov.b32 low0, bits;
-    lop3.b32 bits, word, 0x00F0, 0x4B000000, 0xEA;
-    mov.b32 high0, bits;
-    lop3.b32 bits, word, 0x0F00, 0x4B000000, 0xEA;
-    mov.b32 low1, bits;
-    lop3.b32 bits, word, 0xF000, 0x4B000000, 0xEA;
-    mov.b32 high1, bits;
-    sub.f32 low0, low0, 0f4B000008;
-    sub.f32 high0, high0, 0f4B000080;
-    sub.f32 low1, low1, 0f4B000800;
-    sub.f32 high1, high1, 0f4B008000;
-    mul.f32 low0, low0, $3;
-    mul.f32 high0, high0, $5;
-    mul.f32 low1, low1, $8;
-    mul.f32 high1, high1, $10;
-    cvt.rn.bf16x2.f32 $0, low1, low0;
-    cvt.rn.bf16x2.f32 $1, high1, high0;
-}""")
-_TO_FLOAT16 = tl.constexpr(_TO_BFLOAT16.value.replace("bf16x2", "f16x2"))
+MAX_CHUNKS, SMALLEST_CHUNK = 4, 1024  # unpacking keeps more programs busy than loading does
+
+
+def _assembly(num_bytes: int) -> str:
+    """As many low codes and high codes, times the scale, in bfloat16.
+
+    Operands: the low ones and the high ones, two in a register; the bytes; then, once for each byte: the scale for
+    nibbles at bits 0, 4, 8 and 12, and what their excess of 8 comes to.
+    """
+    n, pairs = num_bytes, num_bytes // 2
+    scale = [[2 * pairs + 1 + place * n + byte for byte in range(n)] for place in range(5)]
+    lines = [".reg .b32 word, bits;", f".reg .f32 low<{n}>, high<{n}>;"]
+    for pair in range(pairs):
+        lines += [f"cvt.u32.u16 word, ${2 * pairs};" if n == 2 else f"shr.u32 word, ${2 * pairs}, {16 * pair};"]
+        for half, (byte, name) in enumerate((2 * pair + b, name) for b in (0, 1) for name in ("low", "high")):
+            lines += [f"and.b32 bits, word, {15 << 4 * half};", f"mov.b32 {name}{byte}, bits;"]
+            lines += [f"fma.rn.f32 {name}{byte}, {name}{byte}, ${scale[half][byte]}, ${scale[4][byte]};"]
+    for out, (name, pair) in enumerate((name, pair) for name in ("low", "high") for pair in range(pairs)):
+        lines += [f"cvt.rn.bf16x2.f32 ${out}, {name}{2 * pair + 1}, {name}{2 * pair};"]
+    return "{" + "\n".join(lines) + "}"
+
+
+_TWO_BYTES, _FOUR_BYTES = tl.constexpr(_assembly(2)), tl.constexpr(_assembly(4))
+_TWO_OPERANDS, _FOUR_OPERANDS = tl.constexpr("=r,=r,h" + ",f" * 10), tl.constexpr("=r,=r,=r,=r,r" + ",f" * 20)
+SHRUNK = tl.constexpr(38)  # log2 of how much smaller than they are the assembly decodes weights
 
 
 def w4a16_matmul(x: Tensor, packed: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
@@ -61,7 +56,7 @@ def w4a16_matmul(x: Tensor, packed: Tensor, scales: Tensor, dtype: torch.dtype) 
 
     Many rows are worth writing the weight out for: the same weights, but the library adds in an order of its own.
     """
-    if len(x) > MANY_ROWS and dtype == x.dtype:
+    if len(x) > LIBRARY_ABOVE["w4a16"] and dtype == x.dtype:
         return F.linear(x, dequantize_int4(packed, scales, x.shape[1], dtype))
     return four_bit(x, None, None, packed, scales, dtype)
 
@@ -95,22 +90,12 @@ def grouped_w4a8_fp8_matmul(
     return four_bit(xq, sx, offsets, packed, scales, dtype)
 
 
-def dequantize_int4(packed: Tensor, scales: Tensor, K: int, dtype: torch.dtype) -> Tensor:
-    """uint8 [..., N, K/2] and scales [..., N, K/128], rounded up, to bfloat16 or float16 [..., N, K]."""
-    packed, scales = packed.contiguous(), scales.contiguous()
-    weight = torch.empty(*packed.shape[:-1], K, dtype=dtype, device=packed.device)
-    N = scales.numel() // scales.shape[-1]
-    grid = triton.cdiv(N, DECODED_ROWS.value), scales.shape[-1]
-    _decode[grid](packed, scales, weight, N, K, packed.shape[-1], EVEN=K % GROUP == 0, ASSEMBLY=not INTERPRETED)
-    return weight
-
-
 def four_bit(
     x: Tensor, sx: Tensor | None, offsets: Tensor | None, packed: Tensor, scales: Tensor, dtype: torch.dtype
 ) -> Tensor:
     """All of the above: the type of `x` names the arithmetic."""
     (M, K), N, experts, kind = x.shape, packed.shape[-2], 0 if offsets is None else len(packed), _KINDS[x.dtype]
-    plan = make_plan(tile_for(kind, M, experts), FILL[kind], M, N, K, experts)
+    plan = make_plan(tile_for(kind, M, experts), min(MAX_CHUNKS, K // SMALLEST_CHUNK), M, N, K, experts)
     return run(plan, x, sx, offsets, packed, scales, dtype)
 
 
@@ -128,16 +113,18 @@ def run(
     if M:
         _four_bit[plan.grid](
             x, sx, packed, scales, y, offsets, partials, counters, M, N, K, packed.shape[-1], plan.experts,
-            plan.chunks, plan.chunk, ASSEMBLY=not INTERPRETED, **plan.constants,
+            plan.chunks, plan.chunk // GROUP, ASSEMBLY=not INTERPRETED,
+            ROWS_FIRST=plan.tile.rows_first, **plan.constants,
         )  # fmt: skip
     return y
 
 
 @triton.jit(do_not_specialize=["M", "experts", "chunks"])
 def _four_bit(
-    x, sx, w, sw, y, offsets, partials, counters, M, N, K, row_bytes, experts, chunks, chunk,
-    ASSEMBLY: tl.constexpr, EVEN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, GROUPS: tl.constexpr,
+    x, sx, w, sw, y, offsets, partials, counters, M, N, K, row_bytes, experts, chunks, chunk_groups,
+    ASSEMBLY: tl.constexpr, EVEN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     STAGES: tl.constexpr, PARALLEL: tl.constexpr, IN_TURN: tl.constexpr, EXPERTS: tl.constexpr,
+    ROWS_FIRST: tl.constexpr,
 ):  # fmt: skip
     expert, first, end = locate(offsets, M, experts, BM, EXPERTS)
     if first >= end:
@@ -148,15 +135,18 @@ def _four_bit(
     x_rows = x + tl.minimum(rows, end - 1).to(tl.int64) * K
     w_rows = w + (expert * N + outputs % N) * row_bytes
     sw_rows = sw + (expert * N + outputs % N) * tl.cdiv(K, STEP)
+    chunk = chunk_groups * STEP
     if IN_TURN:
         acc = tl.zeros((BN, BM), tl.float32)
         for start in range(0, K, chunk):
             stop = tl.minimum(start + chunk, K)
-            acc += _sum_chunk(x_rows, w_rows, sw_rows, start, stop, K, BM, BN, GROUPS, STAGES, EVEN, ASSEMBLY)
+            acc += _sum_chunk(x_rows, w_rows, sw_rows, start, stop, K, BM, BN, STAGES, ROWS_FIRST, EVEN, ASSEMBLY)
     else:
         start = tl.program_id(2) * chunk
         stop = tl.minimum(start + chunk, K)
-        acc = _sum_chunk(x_rows, w_rows, sw_rows, start, stop, K, BM, BN, GROUPS, STAGES, EVEN, ASSEMBLY)
+        acc = _sum_chunk(x_rows, w_rows, sw_rows, start, stop, K, BM, BN, STAGES, ROWS_FIRST, EVEN, ASSEMBLY)
+    if ASSEMBLY and x.dtype.element_ty == tl.bfloat16:
+        acc *= 2.0**SHRUNK
     SCALED: tl.constexpr = "rows" if x.dtype.element_ty.primitive_bitwidth == 8 else "none"
     finish(acc, y, sx, sx, rows, end, outputs, N, partials, counters, chunks, BM, BN, PARALLEL, SCALED)
 
@@ -164,20 +154,19 @@ def _four_bit(
 @triton.jit
 def _sum_chunk(
     x, w, sw, start, stop, K,
-    BM: tl.constexpr, BN: tl.constexpr, GROUPS: tl.constexpr, STAGES: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, ROWS_FIRST: tl.constexpr,
     EVEN: tl.constexpr, ASSEMBLY: tl.constexpr,
 ):  # fmt: skip
     """The sum over K from start to stop, [BN, BM], group by group."""
-    acc = tl.zeros((BN, BM), tl.float32)
-    for k in tl.range(start, stop, STEP * GROUPS, num_stages=STAGES):
-        for group in tl.static_range(GROUPS):
-            acc = _add_group(acc, x, w, sw, k + group * STEP, K, EVEN, ASSEMBLY)
-    return acc
+    acc = tl.zeros((BM, BN) if ROWS_FIRST else (BN, BM), tl.float32)
+    for k in tl.range(start, stop, STEP, num_stages=STAGES):
+        acc = _add_group(acc, x, w, sw, k, K, ROWS_FIRST, EVEN, ASSEMBLY)
+    return tl.trans(acc) if ROWS_FIRST else acc
 
 
 @triton.jit
-def _add_group(acc, x, w, sw, k, K, EVEN: tl.constexpr, ASSEMBLY: tl.constexpr):
-    """acc [BN, BM] plus the product over one group of K."""
+def _add_group(acc, x, w, sw, k, K, ROWS_FIRST: tl.constexpr, EVEN: tl.constexpr, ASSEMBLY: tl.constexpr):
+    """acc plus the product over one group of K."""
     place = tl.arange(0, HALF)
     ks = place + k
     if EVEN:
@@ -189,43 +178,57 @@ def _add_group(acc, x, w, sw, k, K, EVEN: tl.constexpr, ASSEMBLY: tl.constexpr):
         codes = tl.load(w[:, None] + (place + k // 2)[None, :], (place < half)[None, :], 0)
         x_low = tl.load(x[None, :] + ks[:, None], (place < half)[:, None], 0.0)
         x_high = tl.load(x[None, :] + ks[:, None] + half, ((place < half) & (ks + half < K))[:, None], 0.0)
-    return _multiply(acc, codes, tl.load(sw + k // STEP)[:, None], x_low, x_high, ASSEMBLY)
+    return _multiply(acc, codes, tl.load(sw + k // STEP)[:, None], x_low, x_high, ROWS_FIRST, ASSEMBLY)
 
 
 @triton.jit
-def _multiply(acc, codes, scale, x_low, x_high, ASSEMBLY: tl.constexpr):
+def _multiply(acc, codes, scale, x_low, x_high, ROWS_FIRST: tl.constexpr, ASSEMBLY: tl.constexpr):
     """acc plus a group's product, in the arithmetic that the activations' type names."""
     dtype: tl.constexpr = x_low.dtype
     if dtype == tl.int8:
         low, high = _to_int8(codes, ASSEMBLY)
-        part = tl.dot(low, x_low, out_dtype=tl.int32)
-        part = tl.dot(high, x_high, part, out_dtype=tl.int32)
-        acc += part.to(tl.float32) * (scale * 0.0625)
+        part = _dot(low, x_low, None, tl.int32, ROWS_FIRST)
+        part = _dot(high, x_high, part, tl.int32, ROWS_FIRST)
+        acc += part.to(tl.float32) * _like(acc, scale * 0.0625, ROWS_FIRST)
     elif dtype == tl.float8e4nv:
         low, high = _to_e4m3(codes, ASSEMBLY)
-        part = tl.dot(low, x_low)
-        part = tl.dot(high, x_high, part)
-        acc += part * (scale * 512.0)
+        part = _dot(low, x_low, None, tl.float32, ROWS_FIRST)
+        part = _dot(high, x_high, part, tl.float32, ROWS_FIRST)
+        acc += part * _like(acc, scale * 512.0, ROWS_FIRST)
     else:
-        low, high = _dequantize(codes, scale, dtype, ASSEMBLY)
-        acc = tl.dot(low, x_low, acc)
-        acc = tl.dot(high, x_high, acc)
+        low, high = _to_half(codes, scale, dtype, ROWS_FIRST, ASSEMBLY)
+        acc = _dot(low, x_low, acc, tl.float32, ROWS_FIRST)
+        acc = _dot(high, x_high, acc, tl.float32, ROWS_FIRST)
     return acc
 
 
 @triton.jit
-def _dequantize(codes, scale, dtype: tl.constexpr, ASSEMBLY: tl.constexpr):
-    """code·scale of both halves: a float32 product, rounded to `dtype`.
+def _dot(w, x, acc, dtype: tl.constexpr, ROWS_FIRST: tl.constexpr):
+    left = tl.trans(x) if ROWS_FIRST else w
+    right = tl.trans(w) if ROWS_FIRST else x
+    return tl.dot(left, right, acc, out_dtype=dtype)
 
-    In assembly two bytes at a time: a nibble that is n at bit b, put under the exponent of 2^23, is the float
-    2^23 + n·2^b. That saves shifts and conversions; 2^-b goes into the scale.
+
+@triton.jit
+def _like(acc, scale, ROWS_FIRST: tl.constexpr):
+    """A scale for each output [BN, 1], to be multiplied with acc."""
+    return tl.trans(scale) if ROWS_FIRST else scale
+
+
+@triton.jit
+def _to_half(codes, scale, dtype: tl.constexpr, ROWS_FIRST: tl.constexpr, ASSEMBLY: tl.constexpr):
+    """code·scale of both halves: a float32 product, rounded to `dtype`. In assembly times 2^-SHRUNK.
+
+    That takes 2.6 instructions a weight. A nibble n at bit b of a word that is otherwise 0 is the float n·2^(b-149), so
+    one multiplication and addition, which rounds once, gives (n - 8)·scale. Its exponent must fit bfloat16's range, not
+    float16's. Wide instructions want codes two by two, narrow ones four by four.
     """
-    if ASSEMBLY:
-        assembly: tl.constexpr = _TO_BFLOAT16 if dtype == tl.bfloat16 else _TO_FLOAT16
+    if ASSEMBLY and dtype == tl.bfloat16:
+        big = scale * 2.59614842926741381e33  # 2^111: for scales up to 2^16
         low, high = tl.inline_asm_elementwise(
-            assembly, "=r,=r,h,f,f,f,f,f,f,f,f",
-            [codes, scale, scale * 0.0625, scale * 0.00390625, scale * 0.000244140625],
-            dtype=(tl.int16, tl.int16), is_pure=True, pack=2,
+            _FOUR_BYTES if ROWS_FIRST else _TWO_BYTES, _FOUR_OPERANDS if ROWS_FIRST else _TWO_OPERANDS,
+            [codes, big, big * 0.0625, big * 0.00390625, big * 0.000244140625, scale * -2.91038304567337036e-11],
+            dtype=(tl.int16, tl.int16), is_pure=True, pack=4 if ROWS_FIRST else 2,
         )  # fmt: skip
         low, high = low.to(dtype, bitcast=True), high.to(dtype, bitcast=True)
     else:
@@ -290,21 +293,3 @@ def _small_e4m3(nibble):
     negative = nibble < 8
     magnitude = tl.where(negative, 8 - nibble, nibble - 8)
     return (magnitude | tl.where(negative, 0x80, 0)).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
-
-
-@triton.jit
-def _decode(packed, scales, weight, N, K, row_bytes, EVEN: tl.constexpr, ASSEMBLY: tl.constexpr):
-    """One group of K of some rows."""
-    rows = tl.program_id(0).to(tl.int64) * DECODED_ROWS + tl.arange(0, DECODED_ROWS)
-    group = tl.program_id(1)
-    place = tl.arange(0, HALF)[None, :]
-    half = HALF if EVEN else tl.minimum(HALF, (K - group * STEP + 1) // 2)
-    inside = (rows < N)[:, None]  # the same along K where it can be, so that accesses are wide
-    if not EVEN:
-        inside = inside & (place < half)
-    codes = tl.load(packed + rows[:, None] * row_bytes + group * HALF + place, inside, 0)
-    scale = tl.load(scales + rows * tl.cdiv(K, STEP) + group, rows < N, 0.0)[:, None]
-    low, high = _dequantize(codes, scale, weight.dtype.element_ty, ASSEMBLY)
-    start = weight + rows[:, None] * K + group * STEP + place
-    tl.store(start, low, inside)
-    tl.store(start + half, high, inside if EVEN else inside & (group * STEP + place + half < K))

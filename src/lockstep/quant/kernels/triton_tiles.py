@@ -1,11 +1,10 @@
 """What the low-bit matmul kernels share: which tile a program computes, and how partial sums of K become outputs.
 
-A tile is [outputs, rows]: weights are the left operand, so that the tensor cores' wide side is filled by outputs even
-when there is one row. K is cut into `chunks`, a number that depends on the weight alone. Each chunk is summed on its
-own, and the chunks' sums are added left to right. Few rows: every chunk has its own program, so that small problems
-fill the device, and the last program to finish a tile adds up what all of them left in memory. Many rows: one program
-runs the chunks in turn. Both add the same numbers in the same order, without atomics on sums: a row's result does not
-depend on the rows beside it, or on how many there are.
+K is cut into `chunks`, a number that depends on the format and K alone. Each chunk is summed on its own, and the
+chunks' sums are added left to right. Few tiles: every chunk has its own program, so that small problems fill the
+device, and the last program to finish a tile adds up what all of them left in memory. Many tiles: one program runs the
+chunks in turn. Both add the same numbers in the same order, without atomics on sums: a result does not depend on the
+rows beside it, or on how many there are, or on what other weights are stacked on its own.
 
 Shapes: M rows, K inputs, N outputs, E experts.
 """
@@ -13,9 +12,10 @@ Shapes: M rows, K inputs, N outputs, E experts.
 # pyright: reportMissingImports=false, reportIndexIssue=false
 from __future__ import annotations
 
+import math
 import os
 import threading
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -25,10 +25,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 GROUP = 128  # of K: what shares a scale in 4-bit weights and fp8 blocks, and what one step of a kernel's loop covers
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # on a CPU: no inline assembly, no dependent launch
-DEPENDENT = not INTERPRETED  # 8-bit kernels are launched before the one they depend on has ended, and wait for it
-_MAX_TILES = 1 << 16  # of a launch whose chunks run side by side
-_MIN_CHUNK = 4 * GROUP
-_ALIGNED = 2 * GROUP  # chunks start at multiples of it, so that two groups may share a step
+DEPENDENT = not INTERPRETED  # 8-bit products are launched while their inputs are still being encoded, and wait
+_MULTIPROCESSORS = 132
+_FULL = 150  # tiles that keep the device busy: where there are fewer, chunks run side by side
+_ALIGNED = 2 * GROUP  # chunks start at multiples of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +39,8 @@ class Tile:
     outputs: int
     warps: int
     stages: int  # steps of K loaded ahead, plus one
-    parallel: bool  # chunks of K side by side rather than in turn
-    groups: int = 1  # of K in a step of the loop
+    rows_first: bool = False  # 4 bits: the tile is [rows, outputs] rather than [outputs, rows]
+    lone_stages: int = 0  # the same where a multiprocessor has no second program to hide its waiting; 0: as many
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,15 +53,17 @@ class Plan:
     row_tiles: int
     output_tiles: int
     experts: int  # 0: one weight for all rows
+    parallel: bool  # chunks side by side rather than in turn
     even: bool  # every step of the loop lies within K
-
-    @property
-    def parallel(self) -> bool:
-        return self.tile.parallel and self.chunks > 1
 
     @property
     def grid(self) -> tuple[int, int, int]:
         return self.row_tiles, self.output_tiles, self.chunks if self.parallel else 1
+
+    @property
+    def stages(self) -> int:
+        lone = math.prod(self.grid) <= _MULTIPROCESSORS
+        return self.tile.lone_stages or self.tile.stages if lone else self.tile.stages
 
     @property
     def constants(self) -> dict[str, int | bool]:
@@ -72,10 +74,9 @@ class Plan:
             "BN": tile.outputs,
             "PARALLEL": self.parallel,
             "IN_TURN": self.chunks > 1 and not self.parallel,
-            "EXPERTS": triton.next_power_of_2(self.experts) if self.experts else 0,
+            "EXPERTS": 1 << (self.experts - 1).bit_length() if self.experts else 0,
             "num_warps": tile.warps,
-            "STAGES": tile.stages,
-            "GROUPS": tile.groups,
+            "STAGES": self.stages,
             "EVEN": self.even,
             "enable_fp_fusion": False,  # a product and a sum round the same in every compilation
         }
@@ -89,24 +90,23 @@ class Plan:
         return torch.empty(size, dtype=dtype, device=device), _counters(device)
 
 
-def num_chunks(N: int, K: int, fill: int) -> int:
-    """How many sums of K are kept apart: as many as make `fill` programs at few rows. Blind to the number of rows."""
-    wanted = max(1, fill // triton.cdiv(N, 64))
-    return min(1 << (wanted.bit_length() - 1), max(1, K // _MIN_CHUNK))
+def cdiv(a: int, b: int) -> int:
+    """Rounded up. Triton's own takes ten times as long on the host, for it is also a kernel's."""
+    return -(-a // b)
 
 
-def make_plan(tile: Tile, fill: int, M: int, N: int, K: int, experts: int = 0, exact: bool = False) -> Plan:
+def make_plan(tile: Tile, chunks: int, M: int, N: int, K: int, experts: int = 0, exact: bool = False) -> Plan:
     """Experts have enough tiles without chunks. `exact` sums need chunks only where they run side by side."""
-    row_tiles = triton.cdiv(M, tile.rows)
+    row_tiles = cdiv(M, tile.rows)
     if experts:
         row_tiles = min(M, experts + M // tile.rows)  # the most there can be, however rows fall: known without waiting
-    output_tiles = triton.cdiv(N, tile.outputs)
-    parallel = tile.parallel and row_tiles * output_tiles <= _MAX_TILES
-    chunks = 1 if experts or (exact and not parallel) else num_chunks(N, K, fill)
-    chunk = triton.cdiv(triton.cdiv(K, _ALIGNED), chunks) * _ALIGNED
-    groups = tile.groups if K % (GROUP * tile.groups) == 0 else 1
-    tile = replace(tile, parallel=parallel, groups=groups)
-    return Plan(tile, triton.cdiv(K, chunk), chunk, row_tiles, output_tiles, experts, even=K % GROUP == 0)
+    output_tiles = cdiv(N, tile.outputs)
+    few = row_tiles * output_tiles <= _FULL
+    chunks = 1 if experts or (exact and not few) else max(1, chunks)
+    chunk = cdiv(cdiv(K, _ALIGNED), chunks) * _ALIGNED
+    chunks = cdiv(K, chunk)
+    even = K % GROUP == 0
+    return Plan(tile, chunks, chunk, row_tiles, output_tiles, experts, few and chunks > 1, even)
 
 
 _local = threading.local()
@@ -119,7 +119,7 @@ def _counters(device: torch.device) -> Tensor:
     if device not in _local.counters:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError("run a low-bit linear once in this thread before capturing it in a CUDA graph")
-        _local.counters[device] = torch.zeros(_MAX_TILES, dtype=torch.int32, device=device)
+        _local.counters[device] = torch.zeros(_FULL, dtype=torch.int32, device=device)
     return _local.counters[device]
 
 
