@@ -6,11 +6,13 @@ from dataclasses import fields
 from itertools import product
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+import torch
 import transformers
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from lockstep.config.plugins import choices, load_class
 from lockstep.quant import FORMATS
+from lockstep.quant.encoded import Encoded
 from lockstep.quant.format import Format
 
 COMMON: dict[str, Any] = {
@@ -40,6 +42,20 @@ def build(name: str, **options: Any) -> PreTrainedModel:
     """A tiny causal model of the family, e.g. `Qwen3`, as transformers builds it."""
     config = getattr(transformers, f"{name}Config")(**(COMMON | MIXTURES.get(name, {}) | options))
     return AutoModelForCausalLM.from_config(config).eval()
+
+
+def expert(weight: Encoded, index: int) -> Encoded:
+    """One expert's weight."""
+    return Encoded(weight.codes[index], weight.scales[index], weight.shape[1:])
+
+
+def same_bytes(a: Encoded, b: Encoded) -> bool:
+    pairs = zip(a.tensors.values(), b.tensors.values(), strict=True)
+    return a.shape == b.shape and all(torch.equal(_bytes(x), _bytes(y)) for x, y in pairs)
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(torch.uint8)
 
 
 def all_formats() -> list[Format]:

@@ -9,7 +9,7 @@ from torch import Tensor
 from lockstep.quant import straight_through
 from lockstep.quant.format import Format
 from lockstep.quant.kernels import CANDIDATES, load, reference
-from quant_support import all_formats
+from quant_support import all_formats, expert
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 formats = pytest.mark.parametrize("format", all_formats(), ids=str)
@@ -62,7 +62,7 @@ def test_gradients_are_those_of_a_cpu(format: Format) -> None:
         rows, experts, single = ours
         encoded = format.quantize(weight.to(device))
         y = straight_through.grouped(rows, offsets.to(device), experts, encoded, format)
-        z = straight_through.linear(rows, single, None, encoded.expert(0), format)
+        z = straight_through.linear(rows, single, None, expert(encoded, 0), format)
         torch.autograd.backward([y, z], [dy.to(device, dtype), dy.to(device, dtype)])
         return [t.grad.cpu() for t in ours if t.grad is not None]
 

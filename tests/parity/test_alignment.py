@@ -15,7 +15,7 @@ from lockstep.quant import FORMATS
 from lockstep.quant.encoded import Encoded
 from lockstep.quant.format import Format
 from lockstep.quant.formats.w4a16 import W4A16
-from quant_support import all_formats
+from quant_support import all_formats, same_bytes
 from role_support import as_written, engine_formats, engine_state, gaps, low_bit_of, make_recipe, started, take_step
 
 DENSE, MIXTURE = 0, 4
@@ -85,7 +85,7 @@ def test_the_engine_runs_the_learner_s_bytes(experts: int, max_staleness: int) -
                 assert torch.equal(engine[name], tensor)
                 assert (engine[name].data_ptr() == tensor.data_ptr()) == (max_staleness == SHARED)
             for name, weight in encoded.items():
-                assert W4A16().quantize(roles.core.weights()[name]).same_bytes(weight)
+                assert same_bytes(W4A16().quantize(roles.core.weights()[name]), weight)
                 assert engine[f"{name}.codes"].dtype == torch.uint8
 
     asyncio.run(run())
@@ -96,11 +96,11 @@ def test_the_engine_runs_the_learner_s_bytes(experts: int, max_staleness: int) -
 def test_nothing_is_quantized_twice(max_staleness: int, mini_steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Tensor] = []
 
-    def counted(self: W4A16, weight: Tensor, quantize=W4A16.quantize) -> Encoded:
+    def counted(self: W4A16, weight: Tensor, encode=W4A16.encode_weight) -> Encoded:
         made.append(weight)
-        return quantize(self, weight)
+        return encode(self, weight)
 
-    monkeypatch.setattr(W4A16, "quantize", counted)
+    monkeypatch.setattr(W4A16, "encode_weight", counted)
 
     async def run() -> None:
         async with started(make_recipe("w4a16", max_staleness=max_staleness, mini_steps=mini_steps)) as roles:

@@ -16,7 +16,7 @@ from torch import Tensor
 from lockstep.quant.encoded import Encoded
 from lockstep.quant.format import Format
 from lockstep.quant.kernels import CANDIDATES, Kernel, choose, cpu, load, reference
-from quant_support import all_formats
+from quant_support import all_formats, expert, same_bytes
 
 INTEGER = {"int8_matmul", "w4a8_matmul"}  # exact sums: kernels agree to the last bit
 SHAPES = [  # rows, inputs, outputs
@@ -148,7 +148,7 @@ def test_experts_are_linears_side_by_side(format: Format, counts: tuple[int, ...
     offsets = torch.tensor([0, *counts]).cumsum(0).int()
     got = format.grouped(x, offsets, encoded)
     rows = x.split(list(counts))
-    expected = torch.cat([format.linear(part, encoded.expert(e)) for e, part in enumerate(rows)])
+    expected = torch.cat([format.linear(part, expert(encoded, e)) for e, part in enumerate(rows)])
     assert got.shape == expected.shape
     torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6)
 
@@ -158,7 +158,7 @@ def test_an_expert_is_quantized_as_if_alone(format: Format) -> None:
     weight = normal(3, 140, 260)
     whole = format.quantize(weight)
     for e in range(3):
-        assert whole.expert(e).same_bytes(format.quantize(weight[e]))
+        assert same_bytes(expert(whole, e), format.quantize(weight[e]))
 
 
 @formats

@@ -15,7 +15,7 @@ from lockstep.quant.format import Format
 from lockstep.quant.formats.int8_w8a8 import INT8W8A8
 from lockstep.quant.formats.w4a16 import W4A16
 from lockstep.quant.layers import QuantizedLayer, quantized_layers
-from quant_support import MIXTURES, all_formats, build
+from quant_support import MIXTURES, all_formats, build, same_bytes
 
 formats = pytest.mark.parametrize("format", all_formats(), ids=str)
 both = pytest.mark.parametrize("model", ["dense", "mixture"])
@@ -93,7 +93,7 @@ def test_names_stay(original: PreTrainedModel) -> None:
     assert set(state) == {name for name in original.state_dict() if name not in encoded} | low_bit
     for name, weight in modules.low_bit_weights(engine):
         assert weight.codes.data_ptr() == encoded[name].codes.data_ptr()
-        assert weight.encoded.same_bytes(encoded[name])
+        assert same_bytes(weight.encoded, encoded[name])
     assert {name for name, _ in modules.low_bit_weights(engine)} == set(encoded)
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,56 +22,17 @@ from lockstep.config import ConfigError
 from lockstep.models.loading import Loaded, system_errors
 from lockstep.quant.encoded import Encoded
 from lockstep.quant.format import Format
-from lockstep.quant.formats.fp8_w8a8 import FP8W8A8
-from lockstep.quant.formats.int8_w8a8 import INT8W8A8
-from lockstep.quant.formats.w4a8 import W4A8
-from lockstep.quant.formats.w4a16 import W4A16
 from lockstep.quant.kernels.reference import GROUP, unpack_int4
-
-INT8 = {"num_bits": 8, "type": "int", "symmetric": True}
-INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": GROUP}
-FP8 = {"num_bits": 8, "type": "float", "symmetric": True}
-PER_CHANNEL = {"strategy": "channel"}
-PER_TOKEN = {"strategy": "token", "dynamic": True}
-BLOCKS = {"strategy": "block", "block_structure": [GROUP, GROUP]}
-PER_GROUP = {"strategy": "group", "group_size": GROUP, "dynamic": True}
+from lockstep.quant.scheme import Scheme
 
 CODES_PER_INT32 = 8
 
 
-@dataclass(frozen=True, slots=True)
-class Scheme:
-    """A format in the words of compressed-tensors."""
-
-    container: str  # how codes are stored
-    weights: Mapping[str, Any]
-    inputs: Mapping[str, Any] | None
-    readable_experts: bool  # by transformers; vLLM reads all of them
-
-    @property
-    def grouped(self) -> bool:
-        """Whether a row has several scales."""
-        return self.weights["strategy"] != "channel"
-
-    @property
-    def rows_per_scale(self) -> int:
-        return GROUP if self.weights["strategy"] == "block" else 1
-
-
 def scheme_of(format: Format) -> Scheme:
     """ConfigError for a format that compressed-tensors has no form for."""
-    match format:
-        case INT8W8A8():
-            return Scheme("int-quantized", INT8 | PER_CHANNEL, INT8 | PER_TOKEN, readable_experts=False)
-        case FP8W8A8(block=False):
-            return Scheme("float-quantized", FP8 | PER_CHANNEL, FP8 | PER_TOKEN, readable_experts=True)
-        case FP8W8A8(block=True):
-            return Scheme("float-quantized", FP8 | BLOCKS, FP8 | PER_GROUP, readable_experts=False)
-        case W4A16():
-            return Scheme("pack-quantized", INT4, None, readable_experts=True)
-        case W4A8(inputs="int8"):
-            return Scheme("int-quantized", INT4, INT8 | PER_TOKEN, readable_experts=False)
-    raise ConfigError(f"{format} has no form in compressed-tensors that both vLLM and transformers load")
+    if format.scheme is None:
+        raise ConfigError(f"{format} has no form in compressed-tensors that both vLLM and transformers load")
+    return format.scheme
 
 
 def save_compressed(folder: Path, loaded: Loaded, format: Format, encoded: Mapping[str, Encoded]) -> None:

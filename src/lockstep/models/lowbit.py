@@ -62,15 +62,17 @@ class LowBitWeights:
     def refresh(self, masters: Mapping[str, Tensor]) -> None:
         """Quantizes the masters as they are now; under FSDP2 every rank must call it.
 
-        FloatingPointError if one holds NaN or inf.
+        FloatingPointError if one holds NaN or inf: the codes are then of no use. Waits for the device, once.
         """
+        finite = []
         for name, held in self.encoded.items():
-            try:
-                made = self.format.quantize(_whole(masters[name].detach()))
-            except ValueError as error:
-                raise FloatingPointError(f"{name}: {error}: the model has diverged") from error
+            made = self.format.encode_weight(_whole(masters[name].detach()))
             self._changed[name] = made.changed(self._published[name] if self._published else held)
             held.copy_(made)
+            finite.append(made.finite)
+        bad = [name for name, good in zip(self.encoded, torch.stack(finite).tolist(), strict=True) if not good]
+        if bad:
+            raise FloatingPointError(f"cannot quantize {bad[0]}: it holds NaN or inf, so the model has diverged")
 
     def publish(self) -> dict[str, Tensor]:
         """What the engine loads in place of the matrices: the live tensors, `NAME.codes` and `NAME.scales`."""

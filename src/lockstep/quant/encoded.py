@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from lockstep.quant.kernels.reference import GROUP as ROWS_OF_A_BLOCK
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +29,10 @@ class Encoded:
     def num_bytes(self) -> int:
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
 
-    def expert(self, index: int) -> Encoded:
-        """A view of one expert's weight."""
-        return Encoded(self.codes[index], self.scales[index], self.shape[1:])
+    @property
+    def finite(self) -> Tensor:
+        """Whether the weight was, as a scalar on the device: a scale is finite only if all values under it are."""
+        return torch.isfinite(self.scales).all()
 
     @torch.no_grad()
     def copy_(self, other: Encoded) -> None:
@@ -46,11 +49,22 @@ class Encoded:
             return ((differs & 15 != 0).sum() + (differs >> 4 != 0).sum()) / math.prod(self.shape)
         return (differs != 0).sum() / math.prod(self.shape)
 
-    def same_bytes(self, other: Encoded) -> bool:
-        """Whether codes and scales are equal to the last bit (waits for the device)."""
-        pairs = zip(self.tensors.values(), other.tensors.values(), strict=True)
-        return self.shape == other.shape and all(torch.equal(_bytes(a), _bytes(b)) for a, b in pairs)
 
+def stack(parts: Sequence[Encoded]) -> tuple[Encoded, list[Encoded]]:
+    """Weights of the same input as one weight, [Σ out, in], and each of them as a view of it: a product with the whole
+    gives the products with the parts side by side, bit for bit, and what is copied into a part changes the whole.
 
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().view(torch.uint8)
+    ValueError if a block of rows that shares a scale would reach over two parts.
+    """
+    for part in parts[:-1]:
+        rows, scale_rows = part.shape[0], part.scales.shape[0]
+        if scale_rows != rows and rows % ROWS_OF_A_BLOCK:
+            raise ValueError(f"cannot stack a weight {part.shape}: its last block of rows is not full")
+    codes, scales = (torch.cat(tensors) for tensors in zip(*(part.tensors.values() for part in parts), strict=True))
+    whole = Encoded(codes, scales, (codes.shape[0], *parts[0].shape[1:]))
+    views = zip(
+        codes.split([len(part.codes) for part in parts]),
+        scales.split([len(part.scales) for part in parts]),
+        strict=True,
+    )
+    return whole, [Encoded(*view, part.shape) for view, part in zip(views, parts, strict=True)]

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lockstep.quant.encoded import Encoded
 from lockstep.quant.kernels import Kernel, choose
+from lockstep.quant.scheme import Scheme
 
 Input: TypeAlias = tuple[Tensor, ...]
 """Rows [N, in] as the product takes them: (codes, scales), or (x,) where inputs stay in the compute dtype."""
@@ -29,9 +30,21 @@ class Format(ABC):
     def operation(self) -> str:
         """The product on codes, by its name in `kernels/reference.py`, which defines it."""
 
+    @property
     @abstractmethod
+    def scheme(self) -> Scheme | None:
+        """Its form as a compressed-tensors checkpoint, if both vLLM and transformers load one."""
+
+    @abstractmethod
+    def encode_weight(self, weight: Tensor) -> Encoded:
+        """Made from the master weight, in its own dtype. NaN or inf shows in the scales: see `Encoded.finite`."""
+
     def quantize(self, weight: Tensor) -> Encoded:
-        """Made from the master weight, in its own dtype. ValueError for NaN or inf (so it waits for the device)."""
+        """`encode_weight`, or ValueError for NaN or inf. Waits for the device."""
+        encoded = self.encode_weight(weight)
+        if not encoded.finite:
+            raise ValueError(f"cannot quantize a weight {tuple(weight.shape)} that holds NaN or inf")
+        return encoded
 
     @abstractmethod
     def dequantize(self, weight: Encoded, dtype: torch.dtype) -> Tensor: ...
@@ -66,13 +79,6 @@ class Format(ABC):
         """What multiplies with `weight` where it lies; its name goes into the audit."""
         operation = f"grouped_{self.operation}" if len(weight.shape) == 3 else self.operation
         return choose(operation, weight.codes.device.type, weight.shape, dtype)
-
-
-def checked_weight(weight: Tensor, codes: Tensor, scales: Tensor) -> Encoded:
-    """The encoded weight, unless it has no codes: a scale is finite only if all values under it are."""
-    if not torch.isfinite(scales).all():
-        raise ValueError(f"cannot quantize a weight {tuple(weight.shape)} that holds NaN or inf")
-    return Encoded(codes, scales, tuple(weight.shape))
 
 
 def checked_input(codes: Tensor, scales: Tensor) -> Input:

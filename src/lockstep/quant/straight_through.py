@@ -44,7 +44,7 @@ class _Linear(torch.autograd.Function):
         wants_x, wants_weight, *_ = ctx.needs_input_grad
         rows, encoded = _saved(ctx)
         dx = dy @ ctx.format.dequantize(encoded, dy.dtype) if wants_x else None
-        dw = (dy.mT @ ctx.format.decode_input(rows, dy.dtype)).to(ctx.master_dtype) if wants_weight else None
+        dw = (dy.mT @ ctx.format.decode_input(rows, dy.dtype)).to(ctx.weight_dtype) if wants_weight else None
         return dx, dw, None, None
 
 
@@ -63,7 +63,7 @@ class _Grouped(torch.autograd.Function):
         offsets = ctx.saved_tensors[-1]
         dx = rows_by_expert(dy, offsets, ctx.format.dequantize(encoded, dy.dtype)) if wants_x else None
         x = ctx.format.decode_input(rows, dy.dtype) if wants_weight else None
-        dw = None if x is None else weights_by_expert(dy, x, offsets).to(ctx.master_dtype)
+        dw = None if x is None else weights_by_expert(dy, x, offsets).to(ctx.weight_dtype)
         return dx, None, dw, None, None
 
 
@@ -71,7 +71,7 @@ def _save(
     ctx: Any, rows: tuple[Tensor, ...], encoded: Encoded, format: Format, dtype: torch.dtype, *more: Tensor
 ) -> None:
     ctx.save_for_backward(encoded.codes, encoded.scales, *rows, *more)
-    ctx.shape, ctx.format, ctx.master_dtype, ctx.num_rows = encoded.shape, format, dtype, len(rows)
+    ctx.shape, ctx.format, ctx.weight_dtype, ctx.num_rows = encoded.shape, format, dtype, len(rows)
 
 
 def _saved(ctx: Any) -> tuple[tuple[Tensor, ...], Encoded]:

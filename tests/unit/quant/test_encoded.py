@@ -9,9 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lockstep.quant.encoded import stack
 from lockstep.quant.format import Format
+from lockstep.quant.formats.fp8_w8a8 import FP8W8A8
 from lockstep.quant.kernels import cpu, cuda, reference
-from quant_support import all_formats
+from quant_support import all_formats, same_bytes
 
 formats = pytest.mark.parametrize("format", all_formats(), ids=str)
 
@@ -67,7 +69,7 @@ def test_changed_counts_codes(format: Format, inputs: int) -> None:
     after = format.quantize(weight)
     assert float(before.changed(after)) == pytest.approx(3 / (4 * inputs))
     assert float(before.changed(before)) == 0.0
-    assert not before.same_bytes(after)
+    assert not same_bytes(before, after)
 
 
 @formats
@@ -75,7 +77,7 @@ def test_copy_in_place_is_byte_for_byte(format: Format) -> None:
     old, new = format.quantize(torch.randn(2, 8, 130)), format.quantize(torch.randn(2, 8, 130))
     shared = old.codes
     old.copy_(new)
-    assert old.same_bytes(new)
+    assert same_bytes(old, new)
     assert shared.data_ptr() == old.codes.data_ptr() != new.codes.data_ptr()
     with pytest.raises(ValueError, match="does not fit"):
         old.copy_(format.quantize(torch.randn(8, 130)))
@@ -92,4 +94,23 @@ def test_bytes_of_a_large_weight(format: Format) -> None:
 @formats
 def test_quantizing_takes_masters_of_any_precision(format: Format) -> None:
     weight = torch.randn(8, 140).bfloat16()
-    assert format.quantize(weight).same_bytes(format.quantize(weight.float()))
+    assert same_bytes(format.quantize(weight), format.quantize(weight.float()))
+
+
+@formats
+def test_stacked_weights_give_the_products_of_their_parts(format: Format) -> None:
+    x, sizes = torch.randn(3, 140), (128, 256, 70)
+    weights = [format.quantize(torch.randn(size, 140)) for size in sizes]
+    expected = torch.cat([format.linear(x, weight) for weight in weights], -1)
+    whole, parts = stack(weights)
+    assert torch.equal(format.linear(x, whole), expected)
+    assert all(same_bytes(part, weight) for part, weight in zip(parts, weights, strict=True))
+    parts[1].copy_(weights[1])
+    parts[0].copy_(other := format.quantize(torch.randn(128, 140)))
+    assert torch.equal(format.linear(x, whole)[:, :128], format.linear(x, other))
+
+
+def test_half_a_block_cannot_be_stacked_on() -> None:
+    format = FP8W8A8(block=True)
+    with pytest.raises(ValueError, match=r"\(70, 140\): its last block of rows is not full"):
+        stack([format.quantize(torch.randn(70, 140)), format.quantize(torch.randn(128, 140))])

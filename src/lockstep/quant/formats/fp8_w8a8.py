@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from lockstep.quant.encoded import Encoded
-from lockstep.quant.format import Format, Input, checked_input, checked_weight
+from lockstep.quant.format import Format, Input, checked_input
 from lockstep.quant.kernels import decode, encode
-from lockstep.quant.kernels.reference import quantize_blocks_fp8, quantize_rows_fp8
+from lockstep.quant.scheme import BLOCKS, FP8, PER_CHANNEL, PER_GROUP, PER_TOKEN, Scheme
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +26,15 @@ class FP8W8A8(Format):
     def operation(self) -> str:
         return "fp8_block_matmul" if self.block else "fp8_matmul"
 
-    def quantize(self, weight: Tensor) -> Encoded:
-        return checked_weight(weight, *(quantize_blocks_fp8(weight) if self.block else quantize_rows_fp8(weight)))
+    @property
+    def scheme(self) -> Scheme:
+        if self.block:
+            return Scheme("float-quantized", FP8 | BLOCKS, FP8 | PER_GROUP, readable_experts=False)
+        return Scheme("float-quantized", FP8 | PER_CHANNEL, FP8 | PER_TOKEN, readable_experts=True)
+
+    def encode_weight(self, weight: Tensor) -> Encoded:
+        codes, scales = encode("quantize_blocks_fp8" if self.block else "quantize_rows_fp8", weight)
+        return Encoded(codes, scales, tuple(weight.shape))
 
     def dequantize(self, weight: Encoded, dtype: torch.dtype) -> Tensor:
         return decode("dequantize_blocks" if self.block else "dequantize_rows", weight.codes, weight.scales, dtype)

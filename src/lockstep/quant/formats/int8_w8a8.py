@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from lockstep.quant.encoded import Encoded
-from lockstep.quant.format import Format, Input, checked_input, checked_weight
+from lockstep.quant.format import Format, Input, checked_input
 from lockstep.quant.kernels import decode, encode
-from lockstep.quant.kernels.reference import quantize_rows_int8
+from lockstep.quant.scheme import INT8, PER_CHANNEL, PER_TOKEN, Scheme
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +24,12 @@ class INT8W8A8(Format):
     def operation(self) -> str:
         return "int8_matmul"
 
-    def quantize(self, weight: Tensor) -> Encoded:
-        return checked_weight(weight, *quantize_rows_int8(weight))
+    @property
+    def scheme(self) -> Scheme:
+        return Scheme("int-quantized", INT8 | PER_CHANNEL, INT8 | PER_TOKEN, readable_experts=False)
+
+    def encode_weight(self, weight: Tensor) -> Encoded:
+        return Encoded(*encode("quantize_rows_int8", weight), tuple(weight.shape))
 
     def dequantize(self, weight: Encoded, dtype: torch.dtype) -> Tensor:
         return decode("dequantize_rows", weight.codes, weight.scales, dtype)

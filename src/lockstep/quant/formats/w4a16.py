@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from lockstep.quant.encoded import Encoded
-from lockstep.quant.format import Format, Input, checked_weight
-from lockstep.quant.kernels import decode
-from lockstep.quant.kernels.reference import pack_int4, quantize_groups_int4
+from lockstep.quant.format import Format, Input
+from lockstep.quant.kernels import decode, encode
+from lockstep.quant.scheme import INT4, Scheme
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +27,12 @@ class W4A16(Format):
     def operation(self) -> str:
         return "w4a16_matmul"
 
-    def quantize(self, weight: Tensor) -> Encoded:
-        codes, scales = quantize_groups_int4(weight)
-        return checked_weight(weight, pack_int4(codes), scales)
+    @property
+    def scheme(self) -> Scheme:
+        return Scheme("pack-quantized", INT4, None, readable_experts=True)
+
+    def encode_weight(self, weight: Tensor) -> Encoded:
+        return Encoded(*encode("quantize_int4", weight), tuple(weight.shape))
 
     def dequantize(self, weight: Encoded, dtype: torch.dtype) -> Tensor:
         return decode("dequantize_int4", weight.codes, weight.scales, weight.shape[-1], dtype)

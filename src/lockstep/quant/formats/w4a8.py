@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from lockstep.quant.encoded import Encoded
-from lockstep.quant.format import Format, Input, checked_input, checked_weight
+from lockstep.quant.format import Format, Input, checked_input
 from lockstep.quant.kernels import decode, encode
-from lockstep.quant.kernels.reference import pack_int4, quantize_groups_int4
+from lockstep.quant.scheme import INT4, INT8, PER_TOKEN, Scheme
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,9 +26,14 @@ class W4A8(Format):
     def operation(self) -> str:
         return "w4a8_matmul" if self.inputs == "int8" else "w4a8_fp8_matmul"
 
-    def quantize(self, weight: Tensor) -> Encoded:
-        codes, scales = quantize_groups_int4(weight)
-        return checked_weight(weight, pack_int4(codes), scales)
+    @property
+    def scheme(self) -> Scheme | None:
+        if self.inputs == "fp8":
+            return None
+        return Scheme("int-quantized", INT4, INT8 | PER_TOKEN, readable_experts=False)
+
+    def encode_weight(self, weight: Tensor) -> Encoded:
+        return Encoded(*encode("quantize_int4", weight), tuple(weight.shape))
 
     def dequantize(self, weight: Encoded, dtype: torch.dtype) -> Tensor:
         return decode("dequantize_int4", weight.codes, weight.scales, weight.shape[-1], dtype)
