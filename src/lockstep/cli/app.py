@@ -276,13 +276,20 @@ def bench_scaling(
 
 @bench.command("linear")
 def bench_linear(
-    rows: Annotated[list[int] | None, typer.Argument(min=1, help="tokens per pass; 16, 64 and 256 by default")] = None,
+    rows: Annotated[
+        list[int] | None,
+        typer.Argument(min=1, help="tokens per pass; by default 16, 64 and 256, a learner's 2048, 4096 and 16384"),
+    ] = None,
+    learner: Annotated[bool, typer.Option("--learner", help="forward and backward of an aligned learner")] = False,
     out: Annotated[Path | None, typer.Option(help="keep the tables here, as Markdown")] = None,
 ) -> None:
     """Low-bit linear layers and experts against bfloat16 and against the time to read their weights. Needs a GPU."""
-    from lockstep.cli import bench_linear
+    from lockstep.cli import bench_aligned, bench_linear
 
-    bench_linear.compare(rows or [16, 64, 256], out, console)
+    if learner:
+        bench_aligned.compare(rows or [2048, 4096, 16384], out, console)
+    else:
+        bench_linear.compare(rows or [16, 64, 256], out, console)
 
 
 @bench.command("mismatch")

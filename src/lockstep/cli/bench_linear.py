@@ -1,6 +1,7 @@
 """Low-bit linear layers against bfloat16 and against the time it takes to read their weights, on one GPU.
 
-Two problems: the seven linear layers of a Qwen3-8B block, and the experts of a Qwen3-30B-A3B block. A pass runs every
+The problems: the linear layers of a Qwen3-8B block, stacked where they share an input and as the model has them, and
+the experts of a Qwen3-30B-A3B block. A pass runs every
 layer of the problem once. Passes over several copies of the weights are captured in one CUDA graph, as decoding runs,
 so launches cost little and no weight is found in the L2 cache.
 """
@@ -20,7 +21,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lockstep.config import ConfigError
-from lockstep.quant.kernels import load, reference
+from lockstep.quant.format import Format
+from lockstep.quant.formats.fp8_w8a8 import FP8W8A8
+from lockstep.quant.formats.int8_w8a8 import INT8W8A8
+from lockstep.quant.formats.w4a8 import W4A8
+from lockstep.quant.formats.w4a16 import W4A16
+from lockstep.quant.kernels import choose
+from lockstep.quant.kernels.reference import GROUP
 
 BYTES_PER_S = 4.24e12  # of an H200, measured
 ROTATED_BYTES = 600e6  # ten times its L2 cache
@@ -49,27 +56,33 @@ class Contender:
     grouped: Callable[..., Tensor]  # (*rows, offsets, *weight, dtype)
 
 
+def formats() -> dict[str, Format]:
+    """All of them, by the name in the tables."""
+    return {
+        "int8_w8a8": INT8W8A8(),
+        "fp8_w8a8": FP8W8A8(),
+        "fp8 blocks": FP8W8A8(block=True),
+        "w4a16": W4A16(),
+        "w4a8, int8": W4A8(),
+        "w4a8, fp8": W4A8(inputs="fp8"),
+    }
+
+
 def contenders() -> list[Contender]:
     """bfloat16 first."""
-    ref = reference
     bf16 = Contender("bf16", lambda w: (w.bfloat16(),), lambda x: (x,), _linear, _grouped_linear)
-    return [
-        bf16,
-        _contender("int8_w8a8", ref.quantize_rows_int8, "quantize_rows_int8", "triton_eight", "int8_matmul"),
-        _contender("fp8_w8a8", ref.quantize_rows_fp8, "quantize_rows_fp8", "triton_eight", "fp8_matmul"),
-        _contender("fp8 blocks", ref.quantize_blocks_fp8, "quantize_groups_fp8", "triton_eight", "fp8_block_matmul"),
-        _contender("w4a16", _int4, None, "triton_four", "w4a16_matmul"),
-        _contender("w4a8, int8", _int4, "quantize_rows_int8", "triton_four", "w4a8_matmul"),
-        _contender("w4a8, fp8", _int4, "quantize_rows_fp8", "triton_four", "w4a8_fp8_matmul"),
-    ]  # fmt: skip
+    return [bf16, *(_contender(name, format) for name, format in formats().items())]
 
 
-def _contender(
-    name: str, encode_weight: Callable[[Tensor], tuple[Tensor, ...]], rows: str | None, module: str, product: str
-) -> Contender:
-    encode_rows = load(f"triton_rows.{rows}").run if rows else lambda x: (x,)
-    matmul, grouped = load(f"{module}.{product}").run, load(f"{module}.grouped_{product}").run
-    return Contender(name, encode_weight, encode_rows, matmul, grouped)
+def _contender(name: str, format: Format) -> Contender:
+    def kernel(operation: str) -> Callable[..., Tensor]:
+        return choose(operation, "cuda", (GROUP, GROUP), torch.bfloat16).run
+
+    def encode_weight(weight: Tensor) -> tuple[Tensor, ...]:
+        return tuple(format.encode_weight(weight).tensors.values())
+
+    operation = format.operation
+    return Contender(name, encode_weight, format.encode_input, kernel(operation), kernel(f"grouped_{operation}"))
 
 
 def _linear(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
@@ -78,11 +91,6 @@ def _linear(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _grouped_linear(x: Tensor, offsets: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
     return torch._grouped_mm(x, weight.mT, offs=offsets[1:])
-
-
-def _int4(weight: Tensor) -> tuple[Tensor, Tensor]:
-    codes, scales = reference.quantize_groups_int4(weight)
-    return reference.pack_int4(codes), scales
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,19 +218,28 @@ def table(results: Sequence[Measured]) -> str:
 
 def compare(tokens: Sequence[int], out: Path | None, console: Console) -> None:
     """Prints a table per problem, and writes them to `out`."""
+    device = gpu()
+    cases = {
+        "The linear layers of one Qwen3-8B block, q, k, v in one and gate, up in one: four": FUSED_BLOCK,
+        "The same as the model has them: seven": BLOCK,
+    }
+    problems = {title: [dense(n, device, layers) for n in tokens] for title, layers in cases.items()}
+    problems["Experts of one Qwen3-30B-A3B block"] = [experts(n, device) for n in tokens]
+    with torch.no_grad():
+        tables = [f"{title}\n\n{table(list(measure(given, device)))}" for title, given in problems.items()]
+    show(tables, out, console)
+
+
+def gpu() -> torch.device:
     if not torch.cuda.is_available():
         raise ConfigError("`lockstep bench linear` measures GPU kernels, and there is no CUDA device here")
-    device = torch.device("cuda")
     torch.manual_seed(0)
-    text = f"{torch.cuda.get_device_name()}, torch {torch.__version__}, CUDA {torch.version.cuda}\n"
-    cases = {
-        "Linear layers of one Qwen3-8B block, as the model has them: seven": [dense(n, device) for n in tokens],
-        "The same with q, k, v in one and gate, up in one: four": [dense(n, device, FUSED_BLOCK) for n in tokens],
-        "Experts of one Qwen3-30B-A3B block": [experts(n, device) for n in tokens],
-    }
-    for title, problems in cases.items():
-        with torch.no_grad():
-            text += f"\n{title}\n\n{table(list(measure(problems, device)))}\n"
+    return torch.device("cuda")
+
+
+def show(tables: Sequence[str], out: Path | None, console: Console) -> None:
+    device = f"{torch.cuda.get_device_name()}, torch {torch.__version__}, CUDA {torch.version.cuda}"
+    text = "\n\n".join([device, *tables]) + "\n"
     console.print(text, markup=False, highlight=False, soft_wrap=True)
     if out:
         out.write_text(text)

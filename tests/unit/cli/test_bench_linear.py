@@ -6,6 +6,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from lockstep.cli import bench_aligned
 from lockstep.cli import bench_linear as bench
 from lockstep.config import ConfigError
 
@@ -13,8 +14,9 @@ from lockstep.config import ConfigError
 def test_it_refuses_to_run_without_a_gpu() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    with pytest.raises(ConfigError, match="no CUDA device"):
-        bench.compare([16], None, Console())
+    for compare in (bench.compare, bench_aligned.compare):
+        with pytest.raises(ConfigError, match="no CUDA device"):
+            compare([16], None, Console())
 
 
 def test_the_table_compares_with_bf16_at_the_same_rows() -> None:
@@ -44,3 +46,8 @@ def test_experts_rows_are_counted_by_expert() -> None:
     assert problem.offsets[-1] == 32 * bench.TOP_K
     assert (problem.offsets.diff() >= 0).all()
     assert all(len(x) == 32 * bench.TOP_K for x in problem.inputs.values())
+
+
+def test_a_learner_s_step_is_compared_with_and_without_quantizing() -> None:
+    step = bench_aligned.Step("w4a16", 4096, forward_backward=6e-3, quantize=1e-3, in_bf16=5e-3)
+    assert bench_aligned.table([step]).splitlines()[2] == "| 4096 | w4a16 | 5.00 | 6.00 | 1.20 | 1.00 | 1.40 |"
