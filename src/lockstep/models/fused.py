@@ -24,8 +24,9 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from lockstep.models import kernels
 from lockstep.models.arguments import refuse_unsupported
 from lockstep.models.paged import PagedStep, attend, kv_shape
+from lockstep.quant.encoded import Encoded
 from lockstep.quant.layers import is_fused_experts
-from lockstep.quant.modules import use_experts_function
+from lockstep.quant.modules import LowBitLinear, use_experts_function
 
 FAMILIES = ("Llama", "Mistral", "Mixtral", "Qwen2", "Qwen2Moe", "Qwen3", "Qwen3Moe")
 ATTENTION = frozenset(f"{family}Attention" for family in FAMILIES)  # project, norm heads or not, rotate halves, attend
@@ -88,14 +89,28 @@ def joined(parameters: Sequence[Tensor]) -> Tensor | None:
 
 def product(part: nn.Module, names: Sequence[str]) -> Product:
     """x to the results of several linear layers, one after the other: one product if their weights allow it."""
-    linears = [part.get_submodule(name) for name in names]
-    if all(type(linear) is nn.Linear for linear in linears):
-        weight = joined([linear.weight for linear in linears])  # type: ignore[misc]
-        biases = [linear.bias for linear in linears if linear.bias is not None]
-        bias = joined(biases) if len(biases) == len(linears) else None  # type: ignore[arg-type]
-        if weight is not None and (bias is None) == (not biases):
-            return lambda x: F.linear(x, weight, bias)
+    linears: list[Any] = [part.get_submodule(name) for name in names]
+    biases = [linear.bias for linear in linears if linear.bias is not None]
+    bias = joined(biases) if len(biases) == len(linears) else None
+    if (bias is None) == (not biases):
+        if all(type(linear) is nn.Linear for linear in linears):
+            weight = joined([linear.weight for linear in linears])
+            if weight is not None:
+                return lambda x: F.linear(x, weight, bias)
+        if all(type(linear) is LowBitLinear for linear in linears):
+            encoded, format = joined_low_bit(linears), linears[0].weight.format
+            if encoded is not None:
+                return lambda x: format.linear(x, encoded, bias)
     return lambda x: torch.cat([linear(x) for linear in linears], -1)
+
+
+def joined_low_bit(linears: Sequence[LowBitLinear]) -> Encoded | None:
+    """The same for weights in low bits, which encode their common input once."""
+    weights = [linear.weight.encoded for linear in linears]
+    codes, scales = joined([weight.codes for weight in weights]), joined([weight.scales for weight in weights])
+    if codes is None or scales is None:
+        return None
+    return Encoded(codes, scales, (len(codes), weights[0].shape[1]))
 
 
 def _layer(self: Any, hidden_states: Tensor, **arguments: Any) -> Tensor:

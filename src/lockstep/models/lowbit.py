@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -19,7 +19,8 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from lockstep.config import ConfigError, Plugin
-from lockstep.quant.encoded import Encoded
+from lockstep.models.fused import TOGETHER
+from lockstep.quant.encoded import Encoded, stack, stackable
 from lockstep.quant.format import Format
 from lockstep.quant.layers import QuantizedLayer, quantized_layers
 from lockstep.quant.modules import install, install_straight_through
@@ -39,14 +40,15 @@ class LowBitWeights:
         self.layers = low_bit_layers(module, precision)
         weights = dict(module.named_parameters())
         with _refused(precision):
-            self.encoded = {layer.name: self.format.quantize(weights[layer.name].detach()) for layer in self.layers}
+            made = {layer.name: self.format.quantize(weights[layer.name].detach()) for layer in self.layers}
+        self.encoded = _together(made)
         self.in_forward = False  # the learner's own, which then needs them after every update
         self._published = _copies(self.encoded) if updates_per_version > 1 else None
         self._changed: dict[str, Tensor] = {}
 
     def run_by_engine(self, view: PreTrainedModel, *, share: bool) -> None:
         """The engine's view computes on these tensors, or on copies of its own."""
-        install(view, self.layers, self.format, self.encoded if share else _copies(self.encoded))
+        install(view, self.layers, self.format, self.encoded if share else _together(_copies(self.encoded)))
 
     def run_by_learner(self, module: PreTrainedModel) -> None:
         """The learner's forward computes on these tensors; its parameters keep their names and get the gradients."""
@@ -110,6 +112,26 @@ def _refused(precision: Plugin) -> Iterator[None]:
 
 def _copies(encoded: Mapping[str, Encoded]) -> dict[str, Encoded]:
     return {name: replace(e, codes=e.codes.clone(), scales=e.scales.clone()) for name, e in encoded.items()}
+
+
+def _together(encoded: Mapping[str, Encoded]) -> dict[str, Encoded]:
+    """The same, weights that read one input side by side in memory: the engine multiplies with all of them at once."""
+    laid = dict(encoded)
+    for names in _sharing_inputs(encoded):
+        parts = [encoded[name] for name in names]
+        if stackable(parts):
+            laid.update(zip(names, stack(parts)[1], strict=True))
+    return laid
+
+
+def _sharing_inputs(names: Collection[str]) -> Iterator[list[str]]:
+    """Of weights: q, k and v of one module, or gate and up."""
+    for first in names:
+        path, _, leaf = first.removesuffix(".weight").rpartition(".")
+        for group in TOGETHER:
+            siblings = [f"{path}.{name}.weight" for name in group]
+            if leaf == group[0] and all(name in names for name in siblings):
+                yield siblings
 
 
 def _whole(tensor: Tensor) -> Tensor:

@@ -54,12 +54,10 @@ def stack(parts: Sequence[Encoded]) -> tuple[Encoded, list[Encoded]]:
     """Weights of the same input as one weight, [Σ out, in], and each of them as a view of it: a product with the whole
     gives the products with the parts side by side, bit for bit, and what is copied into a part changes the whole.
 
-    ValueError if a block of rows that shares a scale would reach over two parts.
+    ValueError if they are not `stackable`.
     """
-    for part in parts[:-1]:
-        rows, scale_rows = part.shape[0], part.scales.shape[0]
-        if scale_rows != rows and rows % ROWS_OF_A_BLOCK:
-            raise ValueError(f"cannot stack a weight {part.shape}: its last block of rows is not full")
+    if not stackable(parts):
+        raise ValueError(f"cannot stack weights {[part.shape for part in parts]}: a block of rows is not full")
     codes, scales = (torch.cat(tensors) for tensors in zip(*(part.tensors.values() for part in parts), strict=True))
     whole = Encoded(codes, scales, (codes.shape[0], *parts[0].shape[1:]))
     views = zip(
@@ -68,3 +66,8 @@ def stack(parts: Sequence[Encoded]) -> tuple[Encoded, list[Encoded]]:
         strict=True,
     )
     return whole, [Encoded(*view, part.shape) for view, part in zip(views, parts, strict=True)]
+
+
+def stackable(parts: Sequence[Encoded]) -> bool:
+    """Whether no block of rows that shares a scale would reach over two of them."""
+    return all(len(part.scales) == len(part.codes) or len(part.codes) % ROWS_OF_A_BLOCK == 0 for part in parts[:-1])
