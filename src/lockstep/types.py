@@ -212,6 +212,7 @@ class Batch:
     shared: Tensor | None = None  # [N] int64, the first place with the same token and the same past; None: no sharing
     routes: Tensor | None = None  # [N, MoE layers, top-k] expert ids; None: all routing is live
     routed: Tensor | None = None  # [N] bool, where `routes` says something; elsewhere routing is live
+    replayed: bool = True  # the routers follow `routes`; otherwise their own choice is only compared with it
 
     @property
     def num_seqs(self) -> int:

@@ -14,7 +14,7 @@ from lockstep.config import load
 CASES = {
     "moe": ["model.init.experts=4"],
     "moe, routed before the updates": ["model.init.experts=4", 'learner.routing="r2"', "learner.mini_steps=2"],
-    "moe, routed anew": ["model.init.experts=4", 'learner.routing="off"'],
+    "moe, routed anew": ["model.init.experts=4", 'learner.routing="off"', "learner.mini_steps=2"],
     "moe, recomputed, few pages": [
         "model.init.experts=8",
         "learner.activation_checkpointing=true",
@@ -57,6 +57,8 @@ def test_it_trains(name: str, tmp_path: Path) -> None:
     assert progress.step == 3
     assert runs.weights(root, 3) != runs.weights(root, 0)
     assert max(runs.metrics(root, "rollout/lag_max").values()) <= recipe.train.max_staleness
+    if "moe" in name:
+        assert len(runs.metrics(root, "routing/differ")) == 3
     if recipe.train.max_staleness == 0:
         bound = 1e-2 if name in HALF else 1e-6
         assert max(runs.metrics(root, "mismatch/k3").values()) < bound

@@ -27,7 +27,7 @@ from lockstep.models import loading, varlen
 from lockstep.models.head import install_head
 from lockstep.models.loading import Loaded, ModelConfig
 from lockstep.models.lowbit import LowBitWeights
-from lockstep.models.routing import find_routers, install_routing
+from lockstep.models.routing import Routers, find_routers, install_routing
 from lockstep.models.selfcheck import self_check
 from lockstep.models.twins import use_attention
 from lockstep.protocols import Bus, Engine, Recorder, Task
@@ -50,17 +50,16 @@ def load_model(recipe: Recipe, checkpoint: Path | str | None = None) -> Loaded:
 class Sampling:
     """What samples and judges: enough to evaluate or generate; training adds a learner."""
 
-    def __init__(self, recipe: Recipe, loaded: Loaded, *, share: bool = True, record: bool = False) -> None:
+    def __init__(self, recipe: Recipe, loaded: Loaded, *, share: bool = True, routers: Routers | None = None) -> None:
         """`share`: the engine reads the loaded module's own memory; otherwise it gets buffers of its own.
 
-        `record`: answers bring the expert routes that the learner replays.
+        `routers`: answers bring the experts that these choose.
         """
         self.recipe = recipe
         self.loaded = loaded
         self.store = weights_memory.Memory(snapshot=not share)
         self.low_bit = low_bit_weights(recipe, loaded)
         start = recipe.rollout.engine.cls.start  # type: ignore[attr-defined]
-        routers = find_routers(loaded.module) if record else None
         self.engine: Engine = start(loaded, recipe.rollout, None if share else self.store, self.low_bit, routers)
 
     @cached_property
@@ -109,9 +108,10 @@ class Training(Sampling):
     def __init__(self, recipe: Recipe, loaded: Loaded, recorder: Recorder, *, version: int = 0) -> None:
         ranks = Ranks.current(loaded.module.device)
         share = recipe.train.max_staleness == 0 and ranks.world == 1
-        super().__init__(recipe, loaded, share=share, record=recipe.learner.routing == "r3")
+        routers = routers_of(recipe, loaded, lambda text: recorder.event(version, "routing", text))
+        super().__init__(recipe, loaded, share=share, routers=routers)
         self.bus: Bus = bus_memory.Memory()
-        self.core = learner_core(recipe, loaded, ranks, self.low_bit)
+        self.core = learner_core(recipe, loaded, ranks, self.low_bit, routers)
         self.learner = LocalLearner(
             self.core,
             self.bus,
@@ -162,10 +162,25 @@ def low_bit_weights(recipe: Recipe, loaded: Loaded) -> LowBitWeights | None:
     return LowBitWeights(loaded.module, recipe.rollout.precision, updates_per_version=recipe.learner.num_updates)
 
 
-def learner_core(recipe: Recipe, loaded: Loaded, ranks: Ranks, low_bit: LowBitWeights | None) -> LearnerCore:
-    """The learner's view: the loaded module itself, with packed attention, a log-prob head and, where it is to compute
-    what the engine computes, low-bit matrices."""
-    routers = find_routers(loaded.module) if recipe.learner.routing != "off" else None
+def routers_of(recipe: Recipe, loaded: Loaded, tell: Callable[[str], None] = lambda text: None) -> Routers | None:
+    """Whose choices are recorded and compared, whatever `learner.routing` makes of them; None in a dense model.
+
+    A mixture whose routers cannot be followed is refused; where nothing is to be replayed, it is told and left alone.
+    """
+    try:
+        return find_routers(loaded.module)
+    except ConfigError as refused:
+        if recipe.learner.routing != "off":
+            raise
+        tell(f"experts are neither recorded nor compared: {refused}")
+        return None
+
+
+def learner_core(
+    recipe: Recipe, loaded: Loaded, ranks: Ranks, low_bit: LowBitWeights | None, routers: Routers | None
+) -> LearnerCore:
+    """The learner's view: the loaded module itself, with packed attention, a log-prob head, routers that obey and,
+    where it is to compute what the engine computes, low-bit matrices."""
     update_scale = UpdateScale.of(loaded.module, recipe.learner)
     use_attention(loaded.module, varlen.NAME)
     install_head(loaded.module, with_value=recipe.algorithm.needs_values)

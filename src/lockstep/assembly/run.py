@@ -18,7 +18,7 @@ from lockstep.assembly.devices import choose_device
 from lockstep.assembly.governed import as_governed, held, in_words, reach
 from lockstep.assembly.outcome import Governed, Interrupted
 from lockstep.assembly.recipe import Recipe
-from lockstep.assembly.roles import Training, learner_core, load_model, low_bit_weights
+from lockstep.assembly.roles import Training, learner_core, load_model, low_bit_weights, routers_of
 from lockstep.assembly.unlogged import never_logged
 from lockstep.assembly.warmup import Supervised
 from lockstep.config import ConfigError
@@ -135,7 +135,7 @@ def _follow(recipe: Recipe, ranks: Ranks) -> None:
 
 def _serve(recipe: Recipe, ranks: Ranks) -> None:
     loaded = load_model(recipe)
-    serve(learner_core(recipe, loaded, ranks, low_bit_weights(recipe, loaded)))
+    serve(learner_core(recipe, loaded, ranks, low_bit_weights(recipe, loaded), routers_of(recipe, loaded)))
 
 
 def _load(recipe: Recipe, checkpoint: Path | None) -> Loaded:

@@ -25,7 +25,7 @@ def _absent(recipe: Recipe, has_routes: bool) -> Iterator[tuple[str, str]]:
     if recipe.rollout.precision is None:
         yield r"quant/", "rollout.precision is high"
     if not has_routes:
-        yield r"routing/", "the model has no experts, or learner.routing is off"
+        yield r"routing/", "the model has no experts, or none that can be followed"
     if not recipe.algorithm.needs_values:
         yield r"value/", "the algorithm has no value head"
     if recipe.algorithm.kl is None:

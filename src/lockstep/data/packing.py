@@ -27,8 +27,9 @@ class Row:
     logp_ref: Tensor | None = None  # [T] float32, None until the reference has, or without one
     values: Tensor | None = None  # [T] float32
     returns: Tensor | None = None  # [T] float32
-    routes: Tensor | None = None  # [T, MoE layers, top-k] expert ids, to be replayed; None: all routing is live
+    routes: Tensor | None = None  # [T, MoE layers, top-k] expert ids; None: all routing is live
     routed: Tensor | None = None  # [T] bool, where there are routes: never at the last token, which nobody forwarded
+    replayed: bool = True  # the routers follow `routes`; otherwise their own choice is only compared with it
     alone: bool = False  # no neighbour answers the same prompt, so nobody looks for a prefix they share
 
     def __len__(self) -> int:
@@ -116,6 +117,7 @@ def collate(rows: Sequence[Row]) -> Batch:
         values=_cat([row.values for row in rows]),
         routes=_cat([row.routes for row in rows]),
         routed=_cat([row.routed for row in rows]),
+        replayed=rows[0].replayed,
     )
 
 

@@ -125,11 +125,15 @@ class Replayed:
             tally_entropy(self.tally, batch, scores.entropy)
             tally_kl(self.tally, batch)
             _tally_routing(self.tally, batch, scores, self.updater.routers)
-            routes = scores.routed.used() if scores.routed and not all(map(_is_routed, micro)) else None
+            routes = scores.routed.used() if scores.routed and self._keeps_routes(micro) else None
             columns = (_by_row(micro, x) for x in (scores.logp, batch.logp_ref, scores.value, routes))
             for row, frozen in zip(micro, map(Frozen, *columns), strict=True):
                 if row in self._place:  # a blank one is not
                     self._frozen[self._place[row]] = frozen
+
+    def _keeps_routes(self, micro: Sequence[Row]) -> bool:
+        """Whether the updates are to run the experts of this forward, and not all of them are known already."""
+        return self.config.routing != "off" and not all(map(_is_routed, micro))
 
     def _compare(self) -> None:
         """Sampler and learner, once the sign of every advantage is known. The host still has all that this takes."""
@@ -161,14 +165,14 @@ def _by_row(rows: Sequence[Row], x: Tensor | None) -> Sequence[Any]:
 
 
 def _is_routed(row: Row) -> bool:
-    """Every token that counts has its experts: the last one is attended to by none."""
-    return row.routed is not None and bool(row.routed[:-1].all())
+    """Every token that counts has the experts it is to run: the last one is attended to by none."""
+    return row.replayed and row.routed is not None and bool(row.routed[:-1].all())
 
 
 def _scored(row: Row, frozen: Frozen) -> Row:
     """With the experts it was scored with, where it did not bring them: all updates of a step run the same ones."""
     if frozen.routes is not None:
-        row = replace(row, routes=frozen.routes, routed=torch.ones(len(row), dtype=torch.bool))
+        row = replace(row, routes=frozen.routes, routed=torch.ones(len(row), dtype=torch.bool), replayed=True)
     return replace(row, logp_prox=frozen.logp, logp_ref=frozen.logp_ref, values=frozen.values)
 
 

@@ -30,7 +30,7 @@ def admit(
 ) -> Judged:
     """Who trains. Those left out are in no group mean either; `left_out` counts them by reason.
 
-    Without `check_routes` expert routes are not replayed, and there may be none.
+    Without `check_routes` nobody reads expert routes, and there may be none.
     """
     kept: list[Trajectory] = []
     for trajectory in group.trajectories:
@@ -40,10 +40,11 @@ def admit(
             if check_routes is not None:
                 check_routes(trajectory)
             elif trajectory.routes is not None:
-                raise ValueError(f"answer {trajectory.uid!r} brings expert routes, which this learner does not replay")
+                raise ValueError(f"answer {trajectory.uid!r} brings expert routes, which this learner does not read")
             kept.append(trajectory)
     rewards = tuple(t.verdict.value for t in kept if t.verdict.value is not None)
-    return Judged(tuple(row_of(t, version) for t in kept), rewards)
+    replayed = check_routes is not None and check_routes.replayed
+    return Judged(tuple(replace(row_of(t, version), replayed=replayed) for t in kept), rewards)
 
 
 def why_not(trajectory: Trajectory, truncated: str) -> str | None:

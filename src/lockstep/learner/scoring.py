@@ -28,7 +28,7 @@ def score(module: nn.Module, batch: Batch, routers: Routers | None = None) -> Sc
     """One forward of the whole model over packed sequences; only positions that predict a masked token reach the head.
 
     `batch` must be on the module's device. With `routers`, which the module must obey, the batch's expert routes are
-    replayed; without, it routes as it likes.
+    replayed, or compared with; without, it routes as it likes.
     """
     places = batch.mask.nonzero().squeeze(1)
     rows, tokens, positions, shared = places - 1, batch.tokens, batch.positions, None
@@ -49,5 +49,5 @@ def _replay(batch: Batch, shared: Shared | None, routers: Routers) -> Replay:
     if batch.routes is None or batch.routed is None:
         return Replay(routers)
     if shared is None:
-        return Replay(routers, batch.routes, batch.routed)
-    return Replay(routers, batch.routes[shared.kept], batch.routed[shared.kept])
+        return Replay(routers, batch.routes, batch.routed, follow=batch.replayed)
+    return Replay(routers, batch.routes[shared.kept], batch.routed[shared.kept], follow=batch.replayed)

@@ -59,7 +59,7 @@ class LearnerCore:
 
         `num_updates` are the optimiser updates of the whole run, for the schedule. `low_bit` is what the engine runs
         of the matrices; whether the module's own forward runs it too is for whoever built the module. `routers` are
-        those of a mixture that the module makes obey; None: a dense model, or routing is off.
+        those of a mixture that the module makes obey; None: a dense model, or one whose routers cannot be followed.
         """
         self.algorithm, self.config, self.ranks = algorithm, config, ranks or Ranks.current(module.device)
         self.objective, self.advantage = algorithm.build_objective(), algorithm.build_advantage()
@@ -78,8 +78,8 @@ class LearnerCore:
         self.updater.discard()
         self._version, self._num_tokens, self._busy = version, 0, 0.0
         self._left_out = Counter[str]()
-        routers = self.updater.routers if self.config.routing == "r3" else None
-        self._check_routes = RouteCheck(routers) if routers else None
+        routers = self.updater.routers
+        self._check_routes = RouteCheck(routers, replayed=self.config.routing == "r3") if routers else None
         self._measured = False
         self._pass: Pass = (
             Streamed(self.updater, self.objective, self.advantage)

@@ -101,9 +101,11 @@ class Replay:
     What was chosen is kept, so that activation checkpointing chooses the same when it computes a layer again.
     """
 
-    def __init__(self, routers: Routers, ids: Tensor | None = None, known: Tensor | None = None) -> None:
-        """`ids` [N, L, k] where `known` [N]; None: everything is live."""
-        self._routers, self._ids, self._known = routers, ids, known
+    def __init__(
+        self, routers: Routers, ids: Tensor | None = None, known: Tensor | None = None, *, follow: bool = True
+    ) -> None:
+        """`ids` [N, L, k] where `known` [N]; None: everything is live. Not to `follow` them is only to compare."""
+        self._routers, self._ids, self._known, self._follow = routers, ids, known, follow
         self._used: list[Tensor] = []  # [N, k] of each layer
         self._differ: list[Tensor] = []  # [N]
 
@@ -111,11 +113,11 @@ class Replay:
         if number < len(self._used):  # the layer is computed again
             return self._used[number].long()
         assert number == len(self._used), "layers run in their order"
+        used = live.clone()  # so that the graph is the same when it is computed again, from what was kept
         if self._ids is not None and self._known is not None:
-            used = torch.where(self._known[:, None], self._ids[:, number].long(), live)
-            self._differ.append(~same_experts(used, live))
-        else:
-            used = live.clone()  # so that the graph is the same when it is computed again, from what was kept
+            recorded = torch.where(self._known[:, None], self._ids[:, number].long(), live)
+            self._differ.append(~same_experts(recorded, live))
+            used = recorded if self._follow else used
         self._used.append(used.to(self._routers.dtype))
         return used
 

@@ -76,7 +76,7 @@ def test_metrics_that_rules_wait_for_in_vain_are_named_with_the_reason() -> None
         "mismatch/lag2/k3": "train.max_staleness is 0",
         "policy/kl_ref": "algorithm.kl is not set",
         "quant/changed/layer0": "rollout.precision is high",
-        "routing/differ": "the model has no experts, or learner.routing is off",
+        "routing/differ": "the model has no experts, or none that can be followed",
     }
     rich = {"eval": {"k": 4}, "rollout": {"precision": "w4a16"}, "train": {"steps": 1, "max_staleness": 2}}
     kl = {"algorithm": {"surrogate": "grpo", "kl": {"estimator": "k3"}}}

@@ -69,10 +69,10 @@ def test_routes_that_cannot_be_true_stop_the_run(edit: Callable[[Routes], Any], 
     assert "the expert routes of answer '0/0' are wrong" in str(caught.value)
 
 
-def test_routes_that_nobody_replays_are_not_dropped_in_silence() -> None:
+def test_routes_that_nobody_reads_are_not_dropped_in_silence() -> None:
     learner = make_core(GRPO, experts=True)
     learner.begin(0)
-    with pytest.raises(ValueError, match="answer '0/0' brings expert routes, which this learner does not replay"):
+    with pytest.raises(ValueError, match="answer '0/0' brings expert routes, which this learner does not read"):
         learner.accumulate(groups())
 
 
@@ -104,9 +104,9 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """For every forward to come, whether it is told its experts."""
     calls: list[bool] = []
 
-    def replay(routers: Any, ids: Tensor | None = None, known: Tensor | None = None) -> Replay:
-        calls.append(ids is not None and known is not None and bool(known.any()))
-        return Replay(routers, ids, known)
+    def replay(routers: Any, ids: Tensor | None = None, known: Tensor | None = None, follow: bool = True) -> Replay:
+        calls.append(follow and ids is not None and known is not None and bool(known.any()))
+        return Replay(routers, ids, known, follow=follow)
 
     monkeypatch.setattr(scoring, "Replay", replay)
     return calls
@@ -122,6 +122,28 @@ def test_r2_replays_in_the_updates_what_was_chosen_before_them(monkeypatch: pyte
     assert all(row.routes is not None and row.routed is not None and row.routed.all() for row in rows)
     assert "routing/differ" not in metrics  # there is nothing of the sampler's to compare with
     assert 0 < metrics["routing/load_entropy"] <= 1
+
+
+@pytest.mark.parametrize("updates", [{}, SEVERAL], ids=["streamed", "replayed"])
+@pytest.mark.parametrize("routing", ["off", "r2"])
+def test_what_is_not_replayed_is_compared_all_the_same(routing: str, updates: dict[str, int]) -> None:
+    """The sampler's experts change nothing of what is learned; how many differ is logged in every mode."""
+    told, metrics = weights_after(core({**updates, "routing": routing}))
+    plain = core({**updates, "routing": routing})
+    for _ in range(2):
+        run_step(plain, [make_group(i, (1.0, 0.0, 0.5, 0.0)) for i in range(2)])
+    for name, tensor in plain.weights().items():
+        torch.testing.assert_close(told[name], tensor, rtol=1e-5, atol=1e-7)
+    assert metrics["routing/differ"] > 0.5
+    assert metrics["routing/missing"] == 0
+    assert 0 < metrics["routing/load_entropy"] <= 1
+
+
+def test_with_routing_off_every_update_chooses_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    learner, calls = core({**SEVERAL, "routing": "off"}), told(monkeypatch)
+    run_step(learner, groups())
+    assert calls
+    assert not any(calls)
 
 
 def frozen_rows(learner: LearnerCore) -> list[Any]:
