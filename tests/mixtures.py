@@ -118,6 +118,7 @@ class Noting:
 
     told: dict[int, Tensor] = field(default_factory=dict)
     noted: dict[int, Tensor] = field(default_factory=dict)
+    decides: bool = True
 
     @property
     def routing(self) -> Noting:
@@ -126,6 +127,9 @@ class Noting:
     def choose(self, number: int, live: Tensor, scores: Tensor) -> Tensor:
         self.noted[number] = live
         return self.told.get(number, live)
+
+    def note(self, number: int, ids: Tensor) -> None:
+        self.noted[number] = ids
 
 
 def obeying(module: PreTrainedModel) -> tuple[PreTrainedModel, Routers]:

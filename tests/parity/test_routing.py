@@ -47,6 +47,9 @@ def test_routes_replayed_are_bit_equal_and_other_experts_are_not(family: PreTrai
     assert torch.equal(live, logits(view, None))
     assert torch.equal(live, logits(view, Noting(told={n: ids.clone() for n, ids in noting.noted.items()})))
     assert noting.noted.keys() == set(range(routers.num_layers))
+    read = Noting(decides=False)  # from the router's result, where it has them, in place of asking
+    assert torch.equal(live, logits(view, read))
+    assert all(torch.equal(read.noted[n], ids) for n, ids in noting.noted.items())
     for number, ids in noting.noted.items():  # in any single layer
         other = logits(view, Noting(told={number: (ids + 1) % routers.num_experts}))
         assert (other - live).abs().amax(-1).gt(1e-4).any()
@@ -59,6 +62,7 @@ def test_only_layers_with_experts_are_counted() -> None:
         modules=("model.layers.0.mlp.gate", "model.layers.2.mlp.gate"),
         num_experts=8,
         top_k=2,
+        output=2,
     )
     assert find_routers(small()) is None
 

@@ -179,15 +179,9 @@ def routers_of(recipe: Recipe, loaded: Loaded, tell: Callable[[str], None] = lam
 def learner_core(
     recipe: Recipe, loaded: Loaded, ranks: Ranks, low_bit: LowBitWeights | None, routers: Routers | None
 ) -> LearnerCore:
-    """The learner's view: the loaded module itself, with packed attention, a log-prob head, routers that obey and,
-    where it is to compute what the engine computes, low-bit matrices."""
+    """The learner of this rank, which trains the loaded module itself."""
     update_scale = UpdateScale.of(loaded.module, recipe.learner)
-    use_attention(loaded.module, varlen.NAME)
-    install_head(loaded.module, with_value=recipe.algorithm.needs_values)
-    if low_bit is not None and recipe.learner.alignment == "aligned":
-        low_bit.run_by_learner(loaded.module)
-    if routers is not None:
-        install_routing(loaded.module, routers)
+    learner_view(recipe, loaded, low_bit, routers)
     num_updates = recipe.train.steps * recipe.learner.num_updates
     return LearnerCore(
         loaded.module,
@@ -199,3 +193,14 @@ def learner_core(
         low_bit=low_bit,
         routers=routers,
     )
+
+
+def learner_view(recipe: Recipe, loaded: Loaded, low_bit: LowBitWeights | None, routers: Routers | None) -> None:
+    """Makes the loaded module what the learner runs: packed attention, a log-prob head, routers that obey and, where
+    it is to compute what the engine computes, low-bit matrices."""
+    use_attention(loaded.module, varlen.NAME)
+    install_head(loaded.module, with_value=recipe.algorithm.needs_values)
+    if low_bit is not None and recipe.learner.alignment == "aligned":
+        low_bit.run_by_learner(loaded.module)
+    if routers is not None:
+        install_routing(loaded.module, routers)

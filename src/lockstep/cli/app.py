@@ -211,6 +211,56 @@ def doctor() -> None:
     examine(console)
 
 
+analyze = typer.Typer(help="Look closely at a model.", no_args_is_help=True)
+app.add_typer(analyze, name="analyze")
+
+
+@analyze.command("routing")
+def analyze_routing(
+    checkpoint: Annotated[
+        str | None,
+        typer.Argument(
+            help="a run (its best checkpoint is taken), or a Hugging Face checkpoint; without one, a tiny mixture is "
+            "made and warmed up on the quickstart's task"
+        ),
+    ] = None,
+    overrides: Overrides = None,
+    recipe: Annotated[str | None, typer.Option(help="whose task asks the questions; not needed for a run")] = None,
+    ask: Annotated[list[str] | None, typer.Option(help="ask this instead, any number of times")] = None,
+    samples: Annotated[int, typer.Option(min=1, help="held-out problems of the task")] = 64,
+    answers: Annotated[int, typer.Option("-n", min=1, help="answers to each prompt")] = 4,
+    warmup: Annotated[int, typer.Option(min=1, help="supervised updates of the tiny mixture")] = 200,
+    out: Annotated[Path | None, typer.Option(help="folder; by default `routing`, in the run if there is one")] = None,
+) -> None:
+    """Where sampler and learner of a mixture choose other experts, and what replaying them changes (R3, Section 3).
+
+    The embedded engine samples in `rollout.precision` and records its experts; the learner scores the same tokens with
+    its own experts, with the recorded ones, and once more for the floor. Prints KL, F(τ) and the routers that differ;
+    writes report.html, study.json and pictures.
+
+    Examples:
+
+    * `lockstep analyze routing`
+    * `lockstep analyze routing runs/mixture rollout.precision=w4a16 learner.alignment=none`
+    * `lockstep analyze routing path/to/model --ask "Why is the sky blue?" rollout.max_tokens=512`
+    """
+    from lockstep.cli import analyze_routing as command
+
+    if checkpoint is not None and "=" in checkpoint:  # an override: no checkpoint was named
+        checkpoint, overrides = None, [checkpoint, *(overrides or [])]
+    command.analyze(
+        checkpoint,
+        overrides or [],
+        recipe=recipe,
+        asked=ask or [],
+        samples=samples,
+        answers=answers,
+        warmup=warmup,
+        out=out,
+        console=console,
+    )
+
+
 bench = typer.Typer(help="Measure Lockstep side by side with others, on this machine.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
 
@@ -330,3 +380,40 @@ def bench_rollout(
     from lockstep.cli import bench_rollout
 
     bench_rollout.compare(shape, layers, workload or ["256x128+256"], engines or ["lockstep", "generate"], out, console)
+
+
+@bench.command("routing")
+def bench_routing(
+    samples: Annotated[int, typer.Option(min=1, help="prompts, four answers each")] = 64,
+    warmup: Annotated[int, typer.Option(min=1, help="supervised updates of the tiny mixture, once")] = 200,
+    out: Annotated[Path | None, typer.Option(help="keep the table here, as Markdown")] = None,
+    json: Annotated[Path | None, typer.Option(help="keep the result here")] = None,
+) -> None:
+    """Every low-bit format on a tiny mixture, on the CPU: k3 and F(2) with and without replay of the sampler's experts.
+
+    The same tokens are scored both ways, by a learner in high precision and by an aligned one.
+    """
+    from lockstep.cli import bench_routing
+
+    bench_routing.compare(samples=samples, warmup=warmup, out=out, json_out=json, console=console)
+
+
+@bench.command("routing-cost")
+def bench_routing_cost(
+    shape: Annotated[str, typer.Option(help="tiny, or 30b-a3b: the width of Qwen3-30B-A3B, random weights")] = "tiny",
+    layers: Annotated[int, typer.Option(min=1, help="how many of them")] = 4,
+    seqs: Annotated[int, typer.Option(min=1, help="answers at a time")] = 32,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="of each prompt")] = 64,
+    max_tokens: Annotated[int, typer.Option(min=1, help="sampled per answer")] = 64,
+    pairs: Annotated[int, typer.Option(min=1, help="learner steps with and without replay, in turns")] = 10,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "cpu",
+    out: Annotated[Path | None, typer.Option(help="keep the table here, as Markdown")] = None,
+) -> None:
+    """What recording experts costs the sampler and replaying them the learner: bytes per token, and time as a share.
+
+    Every step runs with and without, in turns, in one process; medians of their ratios are shown.
+    """
+    from lockstep.cli import bench_routing_cost as command
+
+    size = command.Size(seqs=seqs, prompt_tokens=prompt_tokens, max_tokens=max_tokens)
+    command.compare(shape, layers, size, pairs=pairs, device=device, out=out, console=console)

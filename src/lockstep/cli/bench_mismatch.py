@@ -8,12 +8,11 @@ read off the metrics of the steps that follow an update. Syncs are timed apart, 
 from __future__ import annotations
 
 import asyncio
-import io
 import json
 import os
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, redirect_stdout
+from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -25,15 +24,12 @@ from rich.console import Console
 
 from lockstep.assembly.recipe import Recipe
 from lockstep.assembly.roles import Training, load_model
-from lockstep.assembly.run import train
-from lockstep.cli import recipe_files
-from lockstep.cli.benchmarks import processor
+from lockstep.cli.benchmarks import processor, write_into
+from lockstep.cli.warm_start import continued, warmed_up
 from lockstep.config import choices
-from lockstep.config.loading import read_tables, validate
+from lockstep.config.loading import validate
 from lockstep.report.recorder import Recorders
-from lockstep.report.run_folder import RunFolder
 
-RECIPE = "quickstart"
 HIGH = "high"
 VARIANTS = ({"name": "fp8_w8a8", "block": True}, {"name": "w4a8", "inputs": "fp8"})
 MODELS = {"dense": {"experts": 0}, "mixture": {"experts": 8}}
@@ -41,7 +37,6 @@ SMALL = {"hidden": 128, "layers": 2, "heads": 4, "context": 128}  # what is trai
 LARGE = {"hidden": 512, "layers": 4, "heads": 8, "context": 64}  # what is synced: copying must outweigh calling
 PROMPTS = 8  # per step, 8 answers each: some 1,700 tokens
 SYNCS = 10
-BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 
 Precision = str | Mapping[str, Any]
 
@@ -101,40 +96,21 @@ def _gaps(steps: int, warmup: int, console: Console) -> Iterator[Row]:
     with TemporaryDirectory() as folder:
         for model, shape in MODELS.items():
             console.print(f"{model}: warming up", highlight=False)
-            start = _warm_up(Path(folder) / model, SMALL | shape, warmup)
+            start = warmed_up(Path(folder) / model, SMALL | shape, warmup)
             yield Row(model, HIGH, None, _gap(start, HIGH, "none", steps, console))
             for precision in precisions():
                 unaligned, aligned = (_gap(start, precision, how, steps, console) for how in ("none", "aligned"))
                 yield Row(model, in_words(precision), unaligned, aligned)
 
 
-def _warm_up(root: Path, shape: Mapping[str, int], updates: int) -> Path:
-    tables = read_tables(recipe_files.find(RECIPE))
-    changes = {
-        "model": {"init": shape},
-        "warmup": tables["warmup"] | {"steps": updates, "control": False},
-        "train": {"steps": 0},
-        "eval": {"samples": 0},
-    }
-    with redirect_stdout(io.StringIO()):
-        train(_recipe(tables | changes), root, plain=True)
-    found = RunFolder.open(root).result
-    assert found is not None, "a run saves before its first step"
-    return found
-
-
 def _gap(start: Path, precision: Precision, alignment: str, steps: int, console: Console) -> Gap:
-    tables = read_tables(recipe_files.find(RECIPE))
-    del tables["warmup"]
     changes = {
-        "model": {"path": str(start)},
-        "train": tables["train"] | {"steps": steps + 1, "prompts": PROMPTS},  # the first step is before any update
-        "rollout": tables["rollout"] | {"precision": precision},
-        "learner": tables["learner"] | {"alignment": alignment},
-        "eval": {"samples": 0},
+        "train": {"steps": steps + 1, "prompts": PROMPTS},  # the first step is before any update
+        "rollout": {"precision": precision},
+        "learner": {"alignment": alignment},
     }
     began = time.monotonic()
-    rows = asyncio.run(_reinforce(_recipe(tables | changes)))[1:]
+    rows = asyncio.run(_reinforce(_recipe(continued(start, changes))))[1:]
     gap = Gap(
         k3=fmean(row["mismatch/k3"] for row in rows),
         f2=fmean(row["mismatch/f2"] for row in rows),
@@ -254,11 +230,3 @@ def conditions(steps: int, warmup: int) -> str:
     versions = ", ".join(f"{package} {metadata.version(package)}" for package in ("lockstep-rl", "torch"))
     size = f"{warmup} updates of warm-up, then {steps} step{'s' * (steps > 1)} after the first update per line"
     return f"{processor()}, {os.cpu_count()} cores, float32; {versions}; {size}."
-
-
-def write_into(page: Path, text: str) -> None:
-    """Between the markers of a page that has them; otherwise the page is written anew."""
-    old = page.read_text() if page.exists() else ""
-    before, begin, rest = old.partition(BEGIN)
-    after = rest.partition(END)[2] if begin else "\n"
-    page.write_text(f"{before if begin else ''}{BEGIN}\n{text}\n{END}{after}")

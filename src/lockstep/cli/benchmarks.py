@@ -177,3 +177,16 @@ def processor() -> str:
     lines = info.read_text().splitlines() if info.is_file() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.machine()
+
+
+def marks(name: str) -> tuple[str, str]:
+    """What a page has around the figures that a command writes into it."""
+    return f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+
+
+def write_into(page: Path, text: str, name: str = "measured") -> None:
+    """Between the marks of that name on a page that has them; otherwise the page is written anew."""
+    begin, end = marks(name)
+    before, found, rest = (page.read_text() if page.exists() else "").partition(begin)
+    after = rest.partition(end)[2] if found else "\n"
+    page.write_text(f"{before if found else ''}{begin}\n{text}\n{end}{after}")

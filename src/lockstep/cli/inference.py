@@ -74,7 +74,7 @@ def generate(
 ) -> None:
     path = resolve_checkpoint(checkpoint)
     rollout = {"max_tokens": max_tokens, "temperature": temperature}
-    chosen = validate(Recipe, _ask_only(path) | {"rollout": rollout}, "command line")
+    chosen = validate(Recipe, ask_only(path) | {"rollout": rollout}, "command line")
 
     async def run() -> None:
         loaded = load_model(chosen)
@@ -140,7 +140,7 @@ def resolve_checkpoint(checkpoint: str) -> str:
     return str(found.resolve())
 
 
-def _ask_only(path: str) -> dict[str, object]:
+def ask_only(path: str) -> dict[str, object]:
     """A recipe that only asks: task and algorithm are never used."""
     return {
         "model": {"path": path},

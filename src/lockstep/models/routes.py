@@ -78,6 +78,7 @@ class Recording:
     def __init__(self, memory: RouteMemory, slots: Tensor, known: tuple[Tensor, Tensor] | None = None) -> None:
         """`known`: places [M] among the N and their ids [M, L, k]."""
         self._memory, self._slots, self._known = memory, slots, known
+        self.decides = known is not None
         self._chosen: list[Tensor] = []
 
     def choose(self, number: int, live: Tensor, scores: Tensor) -> Tensor:
@@ -87,6 +88,9 @@ class Recording:
             ids = live.index_copy(0, places, known[:, number].long())
         self._chosen.append(ids)
         return ids
+
+    def note(self, number: int, ids: Tensor) -> None:
+        self._chosen.append(ids)
 
     def write(self) -> None:
         """After the forward."""
@@ -100,6 +104,8 @@ class Replay:
 
     What was chosen is kept, so that activation checkpointing chooses the same when it computes a layer again.
     """
+
+    decides = True
 
     def __init__(
         self, routers: Routers, ids: Tensor | None = None, known: Tensor | None = None, *, follow: bool = True
@@ -120,6 +126,9 @@ class Replay:
             used = recorded if self._follow else used
         self._used.append(used.to(self._routers.dtype))
         return used
+
+    def note(self, number: int, ids: Tensor) -> None:
+        raise AssertionError("it decides, so it is asked")
 
     def outcome(self, spread: Tensor | None) -> Routed:
         """After the forward; `spread` as in `varlen.Shared`."""

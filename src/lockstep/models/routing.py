@@ -12,7 +12,7 @@ the call under way, also when activation checkpointing calls it again, long afte
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -28,11 +28,17 @@ from lockstep.models.twins import twin
 class Routing(Protocol):
     """What a forward does with the routers' choices. Its argument `lockstep` carries one, or None: live routing."""
 
+    decides: bool  # `choose` may answer with others; if not, `note` is called in its place where that is possible
+
     def choose(self, number: int, live: Tensor, scores: Tensor) -> Tensor:
         """Expert ids [tokens, top-k] to use, given those the router picks now by `scores` [tokens, experts].
 
         `number` counts the layers that have experts, from 0.
         """
+        ...
+
+    def note(self, number: int, ids: Tensor) -> None:
+        """The expert ids that a router chose by itself. A router is slowed down by being asked, not by being read."""
         ...
 
 
@@ -44,6 +50,7 @@ class Routers:
     modules: tuple[str, ...]  # in each, the smallest module that makes the choice
     num_experts: int
     top_k: int
+    output: int | None = None  # where in its result a router hands on the ids it runs; None: it keeps them to itself
 
     @property
     def num_layers(self) -> int:
@@ -78,8 +85,7 @@ def find_routers(module: PreTrainedModel) -> Routers | None:
         num_experts=num_experts,
         top_k=top_k,
     )
-    _prove(module, routers)
-    return routers
+    return replace(routers, output=_prove(module, routers))
 
 
 def install_routing(view: PreTrainedModel, routers: Routers) -> None:
@@ -132,6 +138,10 @@ class _Seat:
     def _run_router(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self.current is None:
             return forward(*args, **kwargs)
+        if self.routers.output is not None and not self.current.decides:
+            result = forward(*args, **kwargs)
+            self.current.note(self.number, result[self.routers.output])
+            return result
         with _Answered(self.routers.num_experts, partial(self.current.choose, self.number)) as answered:
             result = forward(*args, **kwargs)
         assert answered.top_ks == [self.routers.top_k], "a router must choose once"
@@ -191,58 +201,77 @@ def _probe_tokens(module: PreTrainedModel) -> Tensor:
     return (torch.arange(1, 9, device=module.device) * 7919 % vocab)[None]
 
 
-class _Noted:
-    """The routers' own choice, by layer."""
+class _Probe:
+    """A forward that answers every router by a rule and keeps the answers, by layer."""
 
-    def __init__(self) -> None:
+    decides = True
+
+    def __init__(self, rule: Callable[[int, Tensor, Tensor], Tensor]) -> None:
+        self._rule = rule
         self.ids: dict[int, Tensor] = {}
 
-    def choose(self, number: int, live: Tensor, scores: Tensor) -> Tensor:
-        self.ids[number] = live
-        return live
-
-
-class _Told:
-    def __init__(self, ids: Mapping[int, Tensor]) -> None:
-        self.ids = ids
+    @property
+    def routing(self) -> Routing:
+        return self
 
     def choose(self, number: int, live: Tensor, scores: Tensor) -> Tensor:
-        return self.ids[number].clone()
+        self.ids[number] = self._rule(number, live, scores)
+        return self.ids[number]
+
+    def note(self, number: int, ids: Tensor) -> None:
+        raise AssertionError("a probe decides")
 
 
-class _Unlikely:
+def _unlikely(spare: int) -> _Probe:
     """The experts a router would choose last, but for the very last `spare`."""
-
-    def __init__(self, spare: int) -> None:
-        self.spare = spare
-
-    def choose(self, number: int, live: Tensor, scores: Tensor) -> Tensor:
-        return scores.argsort(dim=-1)[:, self.spare : self.spare + live.shape[1]]
-
-
-@dataclass
-class _Probe:
-    routing: Routing
+    return _Probe(lambda _, live, scores: scores.argsort(dim=-1)[:, spare : spare + live.shape[1]])
 
 
 @torch.inference_mode()
-def _prove(module: PreTrainedModel, routers: Routers) -> None:
-    """A router that weighs experts by scores it has masked (group-limited, as some of DeepSeek-V2) gives those outside
-    of its own groups no weight, so that unlikely experts are all the same to it: not its rule on what was recorded."""
+def _prove(module: PreTrainedModel, routers: Routers) -> int | None:
+    """Returns `Routers.output`, or refuses.
+
+    A router that weighs experts by scores it has masked (group-limited, as some of DeepSeek-V2) gives those outside of
+    its own groups no weight, so that unlikely experts are all the same to it: not its rule on what was recorded.
+    """
     view = _copy(module)
     install_routing(view, routers)
+    results = _results(view, routers)
 
-    def logits(routing: Routing) -> Tensor:
-        return view(input_ids=_probe_tokens(view), use_cache=False, lockstep=_Probe(routing)).logits
+    def logits(probe: _Probe) -> Tensor:
+        return view(input_ids=_probe_tokens(view), use_cache=False, lockstep=probe).logits
 
-    noted = _Noted()
-    live = logits(noted)
-    if len(noted.ids) != routers.num_layers:
-        raise _refused(module, f"{len(noted.ids)} of {routers.num_layers} layers hand down what they are called with")
-    if not torch.equal(logits(_Told(noted.ids)), live):
+    own, last = _Probe(lambda _, live, scores: live), _unlikely(0)
+    live = logits(own)
+    if len(own.ids) != routers.num_layers:
+        raise _refused(module, f"{len(own.ids)} of {routers.num_layers} layers hand down what they are called with")
+    if not torch.equal(logits(_Probe(lambda number, *_: own.ids[number].clone())), live):
         raise _refused(module, "the routers' own choice, replayed, gives other logits")
-    if routers.top_k < routers.num_experts and torch.equal(logits(_Unlikely(0)), logits(_Unlikely(1))):
+    if routers.top_k < routers.num_experts and torch.equal(logits(_unlikely(1)), logits(last)):
         raise _refused(module, "its routers give no weight to experts that they would not choose themselves")
+    return _output(results, last.ids or own.ids)
+
+
+def _results(view: PreTrainedModel, routers: Routers) -> dict[int, Any]:
+    """Filled, by layer, with what the routers returned in the latest forward."""
+    results: dict[int, Any] = {}
+    for number, name in enumerate(routers.modules):
+        view.get_submodule(name).register_forward_hook(
+            lambda module, args, result, number=number: results.update({number: result})
+        )
+    return results
+
+
+def _output(results: Mapping[int, Any], ids: Mapping[int, Tensor]) -> int | None:
+    """Where in all results the ids stand that were told in that forward."""
+    if not all(isinstance(result, tuple) for result in results.values()):
+        return None
+    places = range(min(len(result) for result in results.values()))
+    return next((i for i in places if all(_same(results[number][i], told) for number, told in ids.items())), None)
+
+
+def _same(found: object, told: Tensor) -> bool:
+    return isinstance(found, Tensor) and torch.equal(found, told)
 
 
 def _refused(module: PreTrainedModel, reason: str) -> ConfigError:

@@ -156,6 +156,7 @@ class Panel:
     x_label: str = "step"
     x_log: bool = False
     y_log: bool = False
+    scatter: bool = False  # dots in the unit square, and its diagonal
 
 
 def panels(runs: Sequence[History]) -> list[Panel]:

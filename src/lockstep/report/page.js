@@ -97,7 +97,7 @@ class ChartView {
     this.format = panel.format === "scientific" && !panel.y_log ? "number" : panel.format;
     this.hidden = new Set();
     this.weight = 0;
-    this.svg = shape("svg", { role: "img", "aria-label": panel.title });
+    this.svg = shape("svg", { role: "img", "aria-label": panel.title, class: panel.scatter ? "tall" : "" });
     this.tip = element("div", { class: "tip", hidden: "" });
     figure.append(element("figcaption", {}, element("b", {}, panel.title), element("p", {}, panel.help)), this.legend(), this.svg, this.tip);
     this.svg.addEventListener("pointermove", (event) => this.hover(event));
@@ -146,12 +146,18 @@ class ChartView {
     const shown = raw.map((y, i) => (many(lines[i]) ? smoothed(y, this.weight) : y));
     let [xLow, xHigh] = extent(lines.flatMap((line) => line.x));
     if (xLow === xHigh && !panel.x_log) [xLow, xHigh] = [xLow - 1, xHigh + 1];
-    const [yLow, yHigh] = yRange(panel, raw);
+    else if (panel.stacked && lines.length) { // half a bar on either side
+      const half = (xHigh - xLow) / (lines[0].x.length - 1) / 2;
+      [xLow, xHigh] = [xLow - half, xHigh + half];
+    }
+    if (panel.scatter) [xLow, xHigh] = [0, 1];
+    const [yLow, yHigh] = panel.scatter ? [0, 1] : yRange(panel, raw);
     this.x = scale(xLow, xHigh, 46, width - 12, panel.x_log);
     this.y = scale(yLow, yHigh, height - 24, 10, panel.y_log);
     this.axes(xLow, xHigh, yLow, yHigh, width, height);
     if (panel.marked) this.marks(xLow, xHigh, height);
-    if (panel.stacked) this.drawStack(lines, shown, height - 24);
+    if (panel.scatter) this.drawDots(lines);
+    else if (panel.stacked) this.drawStack(lines, shown, height - 24);
     else lines.forEach((line, i) => this.drawLine(line, shown[i], many(line) ? raw[i] : null));
     if (!raw.flat().some((value) => value !== null)) svg.append(shape("text", { x: width / 2, y: height / 2, "text-anchor": "middle" }, "no finite value"));
     this.cursor = shape("g", {});
@@ -169,13 +175,13 @@ class ChartView {
     const xTicks = panel.x_log ? panel.lines[0].x : niceTicks(xLow, xHigh, Math.min(6, width / 90));
     let right = -Infinity;
     for (const tick of xTicks) {
-      if (!panel.x_log && !Number.isInteger(tick)) continue;
+      if (panel.x_label === "step" && !Number.isInteger(tick)) continue;
       const x = this.x(tick), label = format(tick, "number");
       if (x - label.length * 3.5 < right + 4) continue;
       right = x + label.length * 3.5;
       svg.append(shape("text", { x, y: height - 6, "text-anchor": "middle" }, label));
     }
-    if (panel.x_label !== "step") svg.append(shape("text", { x: 16, y: height - 6 }, panel.x_label));
+    if (panel.x_label !== "step") svg.append(shape("text", { x: panel.scatter ? 58 : 16, y: height - 6 }, panel.x_label));
   }
 
   // Where the governor spoke.
@@ -204,6 +210,14 @@ class ChartView {
     });
   }
 
+  drawDots(lines) {
+    this.svg.append(shape("path", { class: "diagonal", d: `M${this.x(0)},${this.y(0)}L${this.x(1)},${this.y(1)}` }));
+    for (const line of lines) {
+      const d = line.x.map((x, i) => `M${this.x(x).toFixed(1)},${this.y(line.y[i]).toFixed(1)}h0`).join("");
+      this.svg.append(shape("path", { class: "dots", d, stroke: color(line) }));
+    }
+  }
+
   drawStack(lines, tops, floor) {
     const xs = lines.length ? lines[0].x : [];
     const width = Math.max(1, (this.x(xs[xs.length - 1]) - this.x(xs[0])) / Math.max(1, xs.length - 1));
@@ -218,7 +232,7 @@ class ChartView {
   }
 
   hover(event) {
-    if (!this.cursor) return;
+    if (!this.cursor || this.panel.scatter) return;
     const lines = this.visible().filter((line) => !line.dashed);
     const box = this.svg.getBoundingClientRect(), at = event.clientX - box.left;
     const nearest = (line) => line.x.reduce((best, x, i) => (Math.abs(this.x(x) - at) < Math.abs(this.x(line.x[best]) - at) ? i : best), 0);

@@ -40,7 +40,7 @@ def write_report(folder: RunFolder) -> Path:
         sections.events(run),
         sections.settings(run),
     ]
-    write_atomically(folder.report, _page(f"{run.name} · Lockstep", body, charts, answers, _marks(run)))
+    write_atomically(folder.report, render(f"{run.name} · Lockstep", body, charts, answers, _marks(run)))
     write_plots(folder)
     return folder.report
 
@@ -57,7 +57,7 @@ def write_comparison(folders: Sequence[RunFolder], path: Path) -> Path:
         sections.time_split(runs),
         sections.differences(runs),
     ]
-    write_atomically(path, _page("Comparison · Lockstep", body, charts, [], []))
+    write_atomically(path, render("Comparison · Lockstep", body, charts))
     return path
 
 
@@ -66,10 +66,13 @@ def _marks(run: History) -> list[int]:
     return sorted({event["step"] for event in firings(run)})
 
 
-def _page(title: str, body: Sequence[str], charts: Sequence[Panel], samples: list[Row], marks: Sequence[int]) -> bytes:
+def render(
+    title: str, body: Sequence[str], charts: Sequence[Panel], samples: Sequence[Row] = (), marks: Sequence[int] = ()
+) -> bytes:
+    """A page around `body`, whose elements with `data-panel="i"` become chart i."""
     data = {
         "panels": [_panel_data(panel) for panel in charts],
-        "samples": samples,
+        "samples": list(samples),
         "reward": _range(samples),
         "marks": marks,
     }
@@ -103,6 +106,7 @@ def _panel_data(panel: Panel) -> dict[str, Any]:
         "marked": panel.x_label == "step" and panel.chart.key != "warmup",  # the warm-up counts its own steps
         "x_log": panel.x_log,
         "y_log": panel.y_log,
+        "scatter": panel.scatter,
         "lines": [_line_data(line) for line in panel.lines],
     }
 
@@ -125,7 +129,7 @@ def _short(value: float) -> float | int | None:
     return int(value) if value == int(value) else float(f"{value:.5g}")
 
 
-def _range(samples: list[Row]) -> dict[str, float]:
+def _range(samples: Sequence[Row]) -> dict[str, float]:
     """What counts as a good and a bad reward in this run: the upper and lower quarter of the rewards shown."""
     rewards = [row["reward"] for row in samples if row["reward"] is not None]
     low, high = min(rewards, default=0.0), max(rewards, default=1.0)

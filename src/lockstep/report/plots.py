@@ -32,7 +32,8 @@ def draw(panel: Panel, path: Path) -> None:
     figure.subplots_adjust(left=0.11, right=0.97, top=0.9, bottom=0.14)  # a layout engine would draw everything twice
     FigureCanvasAgg(figure)
     axes = figure.subplots()
-    (_draw_stack if panel.chart.stacked else _draw_lines)(axes, panel)
+    drawing = _draw_dots if panel.scatter else _draw_stack if panel.chart.stacked else _draw_lines
+    drawing(axes, panel)
     _dress(axes, panel)
     figure.savefig(path)
 
@@ -51,6 +52,15 @@ def _draw_lines(axes: Axes, panel: Panel) -> None:
             linewidth=1.6,
             alpha=line.alpha,
         )
+
+
+def _draw_dots(axes: Axes, panel: Panel) -> None:
+    for line in panel.lines:
+        axes.plot(
+            line.x, line.y, ".", markersize=2, alpha=0.4, color=COLORS[line.color % len(COLORS)], label=line.label
+        )
+    axes.plot([0, 1], [0, 1], color="black", linewidth=0.6, alpha=0.5)
+    axes.set_aspect("equal")
 
 
 def _draw_stack(axes: Axes, panel: Panel) -> None:

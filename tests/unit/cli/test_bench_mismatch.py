@@ -9,7 +9,8 @@ import pytest
 from rich.console import Console
 
 from lockstep.cli import bench_mismatch as bench
-from lockstep.cli.bench_mismatch import BEGIN, END, Gap, Row, Sync, gap_table, sync_table, write_into
+from lockstep.cli.bench_mismatch import Gap, Row, Sync, gap_table, sync_table
+from lockstep.cli.benchmarks import marks, write_into
 from lockstep.config import choices
 
 
@@ -53,9 +54,10 @@ def test_tables() -> None:
 
 
 def test_a_page_keeps_what_stands_around_its_tables(tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
+    page, (begin, end), (other, ends) = tmp_path / "page.md", marks("measured"), marks("cost")
     write_into(page, "one")
-    assert page.read_text() == f"{BEGIN}\none\n{END}\n"
-    page.write_text(f"# Title\n{BEGIN}\nold\n{END}\nafter\n")
+    assert page.read_text() == f"{begin}\none\n{end}\n"
+    page.write_text(f"# Title\n{begin}\nold\n{end}\nbetween\n{other}\nold\n{ends}\n")
     write_into(page, "two")
-    assert page.read_text() == f"# Title\n{BEGIN}\ntwo\n{END}\nafter\n"
+    write_into(page, "three", "cost")
+    assert page.read_text() == f"# Title\n{begin}\ntwo\n{end}\nbetween\n{other}\nthree\n{ends}\n"
