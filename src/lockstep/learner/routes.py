@@ -70,8 +70,8 @@ def _wrong_ids(ids: Tensor, routers: Routers) -> str | None:
 def _repeats(ids: Tensor) -> bool:
     """Whether a choice [rows, L, k] names an expert twice. By columns: to sort millions of choices takes many times as
     long, and this runs on the host while the device waits."""
-    columns = ids.flatten(0, 1).T.contiguous()
-    twice = torch.zeros(columns.shape[1], dtype=torch.bool)
+    columns = [column.contiguous() for column in ids.flatten(0, 1).unbind(1)]
+    twice = torch.zeros_like(columns[0], dtype=torch.bool)
     for a, b in combinations(columns, 2):
         twice |= a == b
     return bool(twice.any())
