@@ -1,7 +1,8 @@
 """`lockstep bench routing`: what replay does to the gap between a low-bit sampler and its learner.
 
-A tiny mixture is warmed up once. Every format then samples answers from it, and the same tokens are scored with and
-without the sampler's experts, by a learner in high precision and by an aligned one.
+Two tiny mixtures: one whose experts have nothing in common, and one that was warmed up on a task. Every format samples
+answers from them, and the same tokens are scored with and without the sampler's experts, by a learner in high
+precision and by an aligned one.
 """
 
 from __future__ import annotations
@@ -23,12 +24,13 @@ from lockstep.assembly.roles import load_model
 from lockstep.assembly.route_study import study
 from lockstep.cli.bench_mismatch import Precision, in_words, precisions
 from lockstep.cli.benchmarks import processor, write_into
-from lockstep.cli.warm_start import MIXTURE, continued, warmed_up
+from lockstep.cli.warm_start import MIXTURE, continued, drawn, warmed_up
 from lockstep.config.loading import validate
 
 HIGH = "high"
 NAME = "gap"  # of its place on the page
 ANSWERS = 4  # to each prompt
+STD = 0.1  # of the matrices drawn at random
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +47,7 @@ class Gap:
 
 @dataclass(frozen=True, slots=True)
 class Row:
+    model: str
     precision: str
     apart: Gap  # learner in high precision
     aligned: Gap | None  # learner in the sampler's; None where that is high
@@ -64,24 +67,26 @@ def compare(*, samples: int, warmup: int, out: Path | None, json_out: Path | Non
 
 def _rows(samples: int, warmup: int, console: Console) -> Iterator[Row]:
     with TemporaryDirectory() as folder:
-        console.print("a tiny mixture: warming up", highlight=False)
-        start = warmed_up(Path(folder) / "mixture", MIXTURE, warmup)
-        yield Row(HIGH, _gap(start, HIGH, "none", samples, console), None)
-        for precision in precisions():
-            apart, aligned = (_gap(start, precision, how, samples, console) for how in ("none", "aligned"))
-            yield Row(in_words(precision), apart, aligned)
+        yield from _rows_of("random", drawn(Path(folder) / "random", MIXTURE, STD), samples, console)
+        console.print("warming up", highlight=False)
+        yield from _rows_of("warmed up", warmed_up(Path(folder) / "warm", MIXTURE, warmup), samples, console)
+
+
+def _rows_of(model: str, start: Path, samples: int, console: Console) -> Iterator[Row]:
+    console.print(model, highlight=False)
+    yield Row(model, HIGH, _gap(start, HIGH, "none", samples, console), None)
+    for precision in precisions():
+        apart, aligned = (_gap(start, precision, how, samples, console) for how in ("none", "aligned"))
+        yield Row(model, in_words(precision), apart, aligned)
 
 
 def _gap(start: Path, precision: Precision, alignment: str, samples: int, console: Console) -> Gap:
     changes = {"rollout": {"precision": precision}, "learner": {"alignment": alignment}}
     recipe = validate(Recipe, continued(start, changes), "bench routing")
     prompts = [sample.messages for sample in recipe.task.build().samples("eval")[:samples]]
-    began = time.monotonic()
-    found = asyncio.run(
-        study(
-            recipe, load_model(recipe), prompts, name="", answers=ANSWERS, tell=lambda *_: None, checkpoint=str(start)
-        )
-    )
+    began, nobody = time.monotonic(), lambda what, done, total: None
+    looking = study(recipe, load_model(recipe), prompts, name="", answers=ANSWERS, tell=nobody, checkpoint=str(start))
+    found = asyncio.run(looking)
     live, replayed = found.live.metrics, found.replayed.metrics
     gap = Gap(
         differ=live["routing/differ"],
@@ -99,13 +104,13 @@ def _gap(start: Path, precision: Precision, alignment: str, samples: int, consol
 
 def table(rows: Sequence[Row]) -> str:
     """Markdown."""
-    lines = [
-        "| sampler | learner | routers differ | tokens | k3, live | k3, replayed | F(2), live | F(2), replayed |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+    columns = ("model", "sampler", "learner", "routers differ", "tokens")
+    columns += ("k3, live", "k3, replayed", "F(2), live", "F(2), replayed")
+    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for row in rows:
-        lines.append(f"| `{row.precision}` | high | {_cells(row.apart)} |")
-        lines += [f"| `{row.precision}` | aligned | {_cells(row.aligned)} |"] if row.aligned else []
+        name = f"| {row.model} | `{row.precision}`"
+        lines.append(f"{name} | high | {_cells(row.apart)} |")
+        lines += [f"{name} | aligned | {_cells(row.aligned)} |"] if row.aligned else []
     return "\n".join(lines)
 
 
@@ -117,5 +122,5 @@ def _cells(gap: Gap) -> str:
 def conditions(samples: int, warmup: int) -> str:
     versions = ", ".join(f"{package} {metadata.version(package)}" for package in ("lockstep-rl", "torch"))
     shape = f"{MIXTURE['layers']} layers of width {MIXTURE['hidden']}, 2 of {MIXTURE['experts']} experts"
-    size = f"{shape}; {warmup} updates of warm-up, {samples} prompts with {ANSWERS} answers each"
+    size = f"{shape}; random: std {STD}, warmed up: {warmup} updates; {samples} prompts with {ANSWERS} answers each"
     return f"{processor()}, {os.cpu_count()} cores, float32; {versions}; {size}."

@@ -1,4 +1,4 @@
-"""A tiny model that has learned a little: what is measured on where no checkpoint is at hand."""
+"""Tiny models to measure on where no checkpoint is at hand: one that has learned a little, and one drawn at random."""
 
 from __future__ import annotations
 
@@ -8,22 +8,28 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from lockstep.assembly.recipe import Recipe
 from lockstep.assembly.run import train
 from lockstep.cli import recipe_files
 from lockstep.config.loading import read_tables, validate
+from lockstep.models import loading
+from lockstep.models.loading import Loaded
+from lockstep.models.tiny import TinyModel, byte_tokenizer, tiny_model
 from lockstep.report.run_folder import RunFolder
 
 RECIPE = "quickstart"
 MIXTURE: dict[str, int] = {"hidden": 128, "layers": 4, "heads": 4, "context": 128, "experts": 16}
 
 
-def warmed_up(root: Path, shape: Mapping[str, int], updates: int) -> Path:
+def warmed_up(root: Path, shape: Mapping[str, int], updates: int, seed: int = 0) -> Path:
     """The checkpoint of a model that has seen so many batches of the quickstart's demonstrations: as peaked as one that
     has learned something."""
     given = read_tables(recipe_files.find(RECIPE))
     changes = {
         "device": "cpu",
+        "seed": seed,
         "model": {"init": shape},
         "warmup": given["warmup"] | {"steps": updates, "control": False},
         "train": {"steps": 0},
@@ -36,9 +42,26 @@ def warmed_up(root: Path, shape: Mapping[str, int], updates: int) -> Path:
     return found
 
 
-def continued(start: Path, changes: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+def drawn(root: Path, shape: Mapping[str, int], std: float) -> Path:
+    """A checkpoint whose matrices are all drawn anew, so large that distributions are peaked and that what one expert
+    does has nothing to do with what another does."""
+    module, generator = tiny_model(TinyModel.model_validate(shape), seed=0), torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(0, std, generator=generator)
+    loading.save(root, Loaded.of(module, byte_tokenizer()), dict(module.named_parameters()))
+    return root
+
+
+def continued(start: Path, changes: Mapping[str, Any]) -> dict[str, Any]:
     """The quickstart from there on, as tables: without a warm-up, with some keys changed."""
     given = read_tables(recipe_files.find(RECIPE))
     del given["warmup"]
     common = {"device": "cpu", "model": {"path": str(start)}, "eval": {"samples": 0}}
-    return given | common | {name: given.get(name, {}) | table for name, table in changes.items()}
+    return given | common | {key: _over(given.get(key), value) for key, value in changes.items()}
+
+
+def _over(before: Any, value: Any) -> Any:
+    """A table changes keys of the one before; anything else takes its place."""
+    return {**before, **value} if isinstance(before, Mapping) and isinstance(value, Mapping) else value

@@ -1,0 +1,298 @@
+"""`lockstep bench routing-cost`: what recording experts costs the sampler, and replaying them the learner.
+
+One model, random weights. Two engines, one of which records, answer the same requests step by step, in turns; then one
+learner makes the same step with and without the recorded experts, in turns. A machine whose speed drifts does so for
+both, and the median of the ratios of neighbours leaves out what disturbed single steps.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from importlib import metadata
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import Tensor
+from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from lockstep.algorithms.config import AlgorithmConfig
+from lockstep.assembly.devices import choose_device
+from lockstep.cli.benchmarks import processor, write_into
+from lockstep.config import ConfigError
+from lockstep.data.chat import Conversation
+from lockstep.learner.config import LearnerConfig
+from lockstep.learner.routes import RouteCheck
+from lockstep.learner.step import LearnerCore
+from lockstep.models import paged, varlen
+from lockstep.models.head import install_head
+from lockstep.models.paged import kv_shape
+from lockstep.models.routes import RouteMemory
+from lockstep.models.routing import Routers, find_routers, install_routing
+from lockstep.models.tiny import byte_tokenizer
+from lockstep.models.twins import twin, use_attention
+from lockstep.rollout.config import RolloutConfig
+from lockstep.rollout.core import EngineCore
+from lockstep.types import Completion, Group, Request, Routes, Sample, SamplingParams, StopReason, Trajectory, Verdict
+
+NAME = "cost"  # of its place on the page
+GROUP = 8  # answers
+LONG = (4096, 48, 8)  # tokens, layers and choices of an answer whose check is timed: Qwen3-30B-A3B's
+SHAPES: dict[str, dict[str, Any]] = {
+    "tiny": {
+        "hidden_size": 256,
+        "moe_intermediate_size": 256,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "num_experts": 16,
+        "num_experts_per_tok": 2,
+        "vocab_size": 512,
+    },
+    "30b-a3b": {
+        "hidden_size": 2048,
+        "moe_intermediate_size": 768,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "vocab_size": 151936,
+    },
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    seqs: int
+    prompt_tokens: int
+    max_tokens: int
+
+    @property
+    def context(self) -> int:
+        return self.prompt_tokens + self.max_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Seconds of the same work with and without routes, step by step."""
+
+    with_: list[float]
+    without: list[float]
+
+    def __str__(self) -> str:
+        ratios = [a / b - 1 for a, b in zip(self.with_, self.without, strict=True)]
+        low, _, high = quantiles(ratios, n=4)
+        whole = sum(self.with_) / sum(self.without) - 1
+        return (
+            f"{1e3 * median(self.without):.2f} | {1e3 * median(self.with_):.2f} | {median(ratios):+.2%} "
+            f"({low:+.2%} to {high:+.2%}) | {whole:+.2%}"
+        )
+
+
+def compare(
+    shape: str, layers: int, size: Size, *, pairs: int, device: str, out: Path | None, console: Console
+) -> None:
+    if shape not in SHAPES:
+        raise ConfigError(f"unknown shape {shape!r}; choices: {', '.join(SHAPES)}")
+    place = choose_device(device)
+    with console.status("making the model"):
+        module = make_model(shape, layers, size.context, place)
+        routers = find_routers(module)
+    assert routers is not None
+    bytes_ = _bytes(module, routers)
+    with console.status("sampling, with and without recording"):
+        recording, done = measure_recording(module, routers, size)
+    with console.status("learning, with and without replay"):
+        replaying = measure_replay(module, routers, _groups(done), pairs)
+    text = "\n\n".join([_conditions(shape, layers, size, place), _table(recording, replaying), bytes_, _check_line()])
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+    if out is not None:
+        write_into(out, text, NAME)
+
+
+def make_model(shape: str, layers: int, context: int, device: torch.device) -> PreTrainedModel:
+    """In bfloat16 on a GPU, float32 on a CPU, made where it will run."""
+    config = Qwen3MoeConfig(
+        **SHAPES[shape],
+        num_hidden_layers=layers,
+        max_position_embeddings=context,
+        norm_topk_prob=True,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16 if device.type == "cuda" else torch.float32)
+    try:
+        with device:
+            return Qwen3MoeForCausalLM(config).eval()
+    finally:
+        torch.set_default_dtype(before)
+
+
+def measure_recording(
+    module: PreTrainedModel, routers: Routers, size: Size
+) -> tuple[Cost, list[tuple[Request, Completion]]]:
+    """After a first round that does not count, a second one step by step; its answers come along."""
+    recorded, plain = _engine(module, routers, size), _engine(module, None, size)
+    _take_turns(recorded, plain, _requests(size, "first", module.config.vocab_size))
+    requests = _requests(size, "second", module.config.vocab_size)
+    cost, done = _take_turns(recorded, plain, requests)
+    return cost, [(request, done[request.uid]) for request in requests]
+
+
+def _engine(module: PreTrainedModel, routers: Routers | None, size: Size) -> EngineCore:
+    view = twin(module, paged.NAME, share=True)
+    if routers is not None:
+        install_routing(view, routers)
+    step_tokens = max(4096, size.seqs)
+    return EngineCore(view, byte_tokenizer(), (), RolloutConfig(max_seqs=size.seqs, step_tokens=step_tokens), routers)
+
+
+def _requests(size: Size, name: str, vocab: int) -> list[Request]:
+    """Nothing ends an answer but its length, so that all engines make the same steps."""
+    tokens = torch.randint(vocab, (size.seqs, size.prompt_tokens), generator=torch.Generator().manual_seed(len(name)))
+    return [
+        Request(uid=f"{name}/{i}", tokens=tuple(row), params=SamplingParams(max_tokens=size.max_tokens, seed=i))
+        for i, row in enumerate(tokens.tolist())
+    ]
+
+
+def _take_turns(
+    recorded: EngineCore, plain: EngineCore, requests: Sequence[Request]
+) -> tuple[Cost, dict[str, Completion]]:
+    """Who goes first changes from step to step."""
+    cost, done = Cost([], []), {}
+    for core in (recorded, plain):
+        core.add(requests)
+    while recorded.busy:
+        turns = [(recorded, cost.with_), (plain, cost.without)]
+        for core, seconds in turns if len(cost.with_) % 2 else turns[::-1]:
+            began = _now(core.module)
+            finished = core.step()
+            seconds.append(_now(core.module) - began)
+            if core is recorded:
+                done |= {completion.uid: completion for completion in finished}
+    return cost, done
+
+
+def measure_replay(module: PreTrainedModel, routers: Routers, groups: Sequence[Group], pairs: int) -> Cost:
+    """One learner; without replay its routers are left alone, as if the model were dense."""
+    gc.collect()  # engines
+    use_attention(module, varlen.NAME)
+    install_head(module)
+    install_routing(module, routers)
+    config = LearnerConfig(learning_rate=1e-9)
+    core = LearnerCore(
+        module,
+        AlgorithmConfig.model_validate({"surrogate": "grpo", "truncated": "keep"}),
+        config,
+        num_updates=2 * pairs + 2,
+        routers=routers,
+    )
+    bare = [replace(g, trajectories=tuple(replace(t, routes=None) for t in g.trajectories)) for g in groups]
+    cost = Cost([], [])
+    for number in range(pairs + 1):
+        turns = [(routers, groups, cost.with_), (None, bare, cost.without)]
+        for told, given, seconds in turns if number % 2 else turns[::-1]:
+            core.updater.routers = told
+            began = _now(module)
+            _step(core, given)
+            seconds.append(_now(module) - began)
+    return Cost(cost.with_[1:], cost.without[1:])  # the first pair warms up
+
+
+def _step(core: LearnerCore, groups: Sequence[Group]) -> None:
+    core.begin(0)
+    core.accumulate(groups)
+    core.measure()
+    core.finish()
+
+
+def _now(module: PreTrainedModel) -> float:
+    """When the device is idle; on a CPU the time this process has had on it, which a busy machine changes less."""
+    if module.device.type == "cpu":
+        return time.process_time()
+    torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def _groups(done: Sequence[tuple[Request, Completion]]) -> list[Group]:
+    """Judged by turns, so that there is something to learn."""
+    answers = [_answer(request, completion, float(i % 2)) for i, (request, completion) in enumerate(done)]
+    return [
+        Group(index=i, sample=Sample(uid=str(i), messages=()), version=0, trajectories=tuple(answers[i : i + GROUP]))
+        for i in range(0, len(answers), GROUP)
+    ]
+
+
+def _answer(request: Request, completion: Completion, reward: float) -> Trajectory:
+    conversation = Conversation()
+    conversation.observe(request.tokens)
+    conversation.sampled(completion)
+    return conversation.trajectory(uid=request.uid, text="", verdict=Verdict(value=reward), temperature=1.0)
+
+
+def _table(recording: Cost, replaying: Cost) -> str:
+    return "\n".join(
+        [
+            "| | without, ms | with, ms | median of ratios (quarters) | of the whole time |",
+            "|---|---|---|---|---|",
+            f"| recording, per engine step | {recording} |",
+            f"| replay, per learner step | {replaying} |",
+        ]
+    )
+
+
+def _bytes(module: PreTrainedModel, routers: Routers) -> str:
+    text = module.config.get_text_config()
+    heads, key, value = kv_shape(text)
+    kv = text.num_hidden_layers * heads * (key + value) * module.dtype.itemsize
+    routes = RouteMemory.slot_bytes(routers)
+    return f"Routes take {routes:,} bytes per token, keys and values {kv:,}: {routes / kv:.2%}."
+
+
+def _check_line() -> str:
+    """How long the learner looks at the routes of a long answer, on the host."""
+    tokens, layers, top_k = LONG
+    routers = Routers(layers=("",) * layers, modules=("",) * layers, num_experts=128, top_k=top_k)
+    ids = torch.rand(tokens - 1, layers, routers.num_experts).argsort(-1)[..., :top_k].to(routers.dtype)
+    answer = _long_answer(ids)
+    check = RouteCheck(routers)
+    seconds = []
+    for _ in range(5):
+        began = time.process_time()
+        check(answer)
+        seconds.append(time.process_time() - began)
+    size = f"{tokens:,} tokens, {layers} layers, top-{top_k}"
+    return f"Checking the routes of one answer ({size}) takes the host {1e3 * median(seconds):.1f} ms."
+
+
+def _long_answer(ids: Tensor) -> Trajectory:
+    num = len(ids) + 1
+    return Trajectory(
+        uid="",
+        tokens=torch.zeros(num, dtype=torch.int64),
+        mask=torch.ones(num, dtype=torch.bool),
+        logp_behav=torch.zeros(num),
+        versions=torch.zeros(num, dtype=torch.int32),
+        temperature=1.0,
+        stop_reason=StopReason.EOS,
+        verdict=Verdict(value=0.0),
+        text="",
+        routes=Routes(ids, torch.zeros(len(ids), dtype=torch.int32)),
+    )
+
+
+def _conditions(shape: str, layers: int, size: Size, device: torch.device) -> str:
+    where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{processor()}, {os.cpu_count()} cores"
+    versions = ", ".join(f"{package} {metadata.version(package)}" for package in ("lockstep-rl", "torch"))
+    work = f"{size.seqs} answers of {size.prompt_tokens} + {size.max_tokens} tokens at a time"
+    return f"{where}; {versions}; {shape} with {layers} layers, {work}."
