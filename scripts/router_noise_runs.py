@@ -10,7 +10,6 @@ prints how rewards went; the curves are drawn too. About six minutes on 16 cores
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import os
 from collections.abc import Sequence
@@ -88,11 +87,12 @@ class Outcome:
 
 def warm_up(root: Path, updates: int, seed: int) -> Path:
     torch.set_num_threads(1)
-    return warmed_up(root / f"warm-{seed}", SHAPE, updates, seed)
+    folder = RunFolder(root / f"warm-{seed}")
+    return folder.result or warmed_up(folder.root, SHAPE, updates, seed)
 
 
 def start(root: Path, given: argparse.Namespace, run: Run, warm: Path) -> Outcome:
-    """In a process of its own, because all engines in it are noisy."""
+    """In a process of its own, because all engines in it are noisy. A run that is there already is only read."""
     torch.set_num_threads(1)
     changes = {
         "name": run.name,
@@ -104,10 +104,11 @@ def start(root: Path, given: argparse.Namespace, run: Run, warm: Path) -> Outcom
         "record": {"samples_per_step": 1},
     }
     recipe = validate(Recipe, continued(warm, changes), run.name)
-    noisy = partial(Noisy, run.noise, torch.Generator().manual_seed(run.seed))
-    with patch("lockstep.rollout.routes.Recording", noisy):
-        train(recipe, root / run.name, plain=True)
-    return Outcome(run, [json.loads(line) for line in (root / run.name / "metrics.jsonl").read_text().splitlines()])
+    noisy, folder = partial(Noisy, run.noise, torch.Generator().manual_seed(run.seed)), RunFolder(root / run.name)
+    if not folder.report.exists():
+        with patch("lockstep.rollout.routes.Recording", noisy):
+            train(recipe, folder.root, plain=True)
+    return Outcome(run, list(folder.read_metrics()))
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
@@ -159,7 +160,9 @@ def draw(outcomes: Sequence[Outcome], path: Path) -> None:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("runs/router-noise"), help="folder for the runs; must be new")
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/router-noise"), help="folder for the runs; those in it are kept"
+    )
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="runs at a time, one core each")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--noise", type=float, nargs="+", default=[0.18, 0.6], help="standard deviations, of logits")

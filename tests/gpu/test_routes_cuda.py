@@ -49,3 +49,22 @@ def test_a_step_is_recorded_inside_a_cuda_graph() -> None:
     readout = memory.read(slots)
     assert readout.arrived(wait=True)
     assert readout.ids.tolist() == [[[1, 2], [2, 3]], [[3, 4], [4, 5]]]
+
+
+def test_the_host_waits_for_nothing_while_a_step_is_recorded_and_read_out() -> None:
+    device = torch.device("cuda")
+    memory = RouteMemory(ROUTERS, 16, device)
+    slots, live = torch.tensor([3, 5], device=device), torch.tensor([[1, 2], [3, 4]], device=device)
+    memory.read(slots)  # the pinned memory it needs is kept for the next time
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        recording = Recording(memory, slots)
+        assert not recording.decides
+        for number in range(ROUTERS.num_layers):
+            recording.note(number, live + number)
+        recording.write()
+        readout = memory.read(slots)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert readout.arrived(wait=True)
+    assert readout.ids.tolist() == [[[1, 2], [2, 3]], [[3, 4], [4, 5]]]

@@ -60,7 +60,7 @@ CHARTS = (
     Chart(
         key="routes",
         title="Routers that disagree",
-        help="Mixtures: where the experts the sampler took, which the learner replays, are not those it would choose.",
+        help="Mixtures: where the experts the sampler took are not those the learner's routers choose.",
         metrics={"routing/differ": "routers", "routing/differ_tokens": "tokens"},
         format="percent",
     ),
@@ -157,6 +157,7 @@ class Panel:
     x_log: bool = False
     y_log: bool = False
     scatter: bool = False  # dots in the unit square, and its diagonal
+    tall: bool = False
 
 
 def panels(runs: Sequence[History]) -> list[Panel]:

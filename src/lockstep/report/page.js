@@ -97,7 +97,7 @@ class ChartView {
     this.format = panel.format === "scientific" && !panel.y_log ? "number" : panel.format;
     this.hidden = new Set();
     this.weight = 0;
-    this.svg = shape("svg", { role: "img", "aria-label": panel.title, class: panel.scatter ? "tall" : "" });
+    this.svg = shape("svg", { role: "img", "aria-label": panel.title, class: panel.tall ? "tall" : "" });
     this.tip = element("div", { class: "tip", hidden: "" });
     figure.append(element("figcaption", {}, element("b", {}, panel.title), element("p", {}, panel.help)), this.legend(), this.svg, this.tip);
     this.svg.addEventListener("pointermove", (event) => this.hover(event));

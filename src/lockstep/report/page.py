@@ -107,6 +107,7 @@ def _panel_data(panel: Panel) -> dict[str, Any]:
         "x_log": panel.x_log,
         "y_log": panel.y_log,
         "scatter": panel.scatter,
+        "tall": panel.tall,
         "lines": [_line_data(line) for line in panel.lines],
     }
 

@@ -97,7 +97,8 @@ class RouteStudy:
         lines = [Line(c.label, np.array(TAUS), c.f_curve, i) for i, c in enumerate(self.comparisons)]
         help_ = "Share of sampled tokens whose two probabilities differ by more than a factor τ (the paper's Fig. 2d)."
         some = any((line.y > 0).any() for line in lines)
-        return Panel(chart=_chart("f_curve", "F(τ)", help_), lines=lines, x_label="τ", x_log=True, y_log=some)
+        chart = _chart("f_curve", "F(τ)", help_)
+        return Panel(chart=chart, lines=lines, x_label="τ", x_log=True, y_log=some, tall=True)
 
     def _histograms(self) -> list[Panel]:
         means = self.by_sequence()
@@ -148,7 +149,7 @@ def _scatter(c: Comparison) -> Panel:
     x, y = _thin(c)
     help_ = f"{c.y_label} over {c.x_label}, a dot per sampled token; on the diagonal they agree (Fig. 2a, 2b, 4)."
     chart = _chart(f"scatter_{c.key}", f"Probabilities: {c.label}", help_, "number")
-    return Panel(chart=chart, lines=[Line(c.label, x, y, 0)], x_label=c.x_label, scatter=True)
+    return Panel(chart=chart, lines=[Line(c.label, x, y, 0)], x_label=c.x_label, scatter=True, tall=True)
 
 
 def _thin(c: Comparison) -> tuple[Floats, Floats]:
