@@ -233,8 +233,8 @@ METRICS = (
     Metric("quant/bits", "bits of a weight's code in the sampler; absent where it computes in the learner's precision"),
     Metric(
         "routing/differ",
-        "mixtures: share of routers (token and layer) at which the sampler's experts are not those the learner's router "
-        "chooses, whether they are replayed or not; sets compared, prompts included, mean over sequences",
+        "mixtures: share of routers (token and layer) at which the sampler's experts, replayed or not, are not those "
+        "that the learner's router chooses; sets compared, prompts included, mean over sequences",
         "0 with equal arithmetic; up to 0.1 between engines or precisions",
         "rising at lag 0: sampler and learner compute apart; with staleness it also holds what was learned meanwhile",
     ),
