@@ -75,9 +75,7 @@ async def study(
     finally:
         await roles.close()
     learner_view(recipe, loaded, roles.low_bit, routers)
-    check = RouteCheck(routers)
-    for answer in found:
-        check(answer)
+    RouteCheck(routers)(found)
     rows = [row_of(answer, 0) for answer in found if answer.mask.any()]
     return _compare(name, recipe, loaded, routers, rows, tell)
 

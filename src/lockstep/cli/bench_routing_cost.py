@@ -269,7 +269,7 @@ def _check_line() -> str:
     seconds = []
     for _ in range(5):
         began = time.process_time()
-        check(answer)
+        check([answer])
         seconds.append(time.process_time() - began)
     size = f"{tokens:,} tokens, {layers} layers, top-{top_k}"
     return f"Checking the routes of one answer ({size}) takes the host {1e3 * median(seconds):.1f} ms."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lockstep.models.routing import Routers
-from lockstep.types import Trajectory
+from lockstep.types import Routes, Trajectory
 
 
 @dataclass(slots=True)
@@ -21,14 +22,23 @@ class RouteCheck:
     missing: int = 0  # rows
     rerecorded: int = 0  # rows that were computed again, by newer weights than drew the token after them
 
-    def __call__(self, trajectory: Trajectory) -> None:
-        """ValueError, with the likely cause, for routes that cannot be what the engine ran."""
-        if trajectory.routes is None and not self.replayed:
+    def __call__(self, answers: Sequence[Trajectory]) -> None:
+        """ValueError, with the likely cause, for routes that cannot be what the engine ran.
+
+        All answers of a group at once: looking at one takes the host as long, unless it is long itself.
+        """
+        if not self.replayed:
+            answers = [answer for answer in answers if answer.routes is not None]
+        if not answers:
             return
-        if problem := _problem(trajectory, self.routers):
-            raise ValueError(f"the expert routes of answer {trajectory.uid!r} are wrong: {problem}")
-        assert trajectory.routes is not None
-        by, drawn = trajectory.routes.versions, trajectory.versions[1:]
+        for answer in answers:
+            _refuse(answer, _misshapen(answer, self.routers))
+        found = [routes for answer in answers if (routes := answer.routes) is not None]
+        if problem := _wrong_ids(_known(found), self.routers):
+            wrong = [bool(_wrong_ids(_known([routes]), self.routers)) for routes in found]
+            _refuse(answers[wrong.index(True) if any(wrong) else 0], problem)
+        by = torch.cat([routes.versions for routes in found])
+        drawn = torch.cat([answer.versions[1:] for answer in answers])
         self.missing += int((by < 0).sum())
         self.rerecorded += int(((by != drawn) & (by >= 0) & (drawn >= 0)).sum())
 
@@ -37,11 +47,16 @@ class RouteCheck:
         return {"routing/missing": float(self.missing), "routing/rerecorded": float(self.rerecorded)}
 
 
-def _problem(trajectory: Trajectory, routers: Routers) -> str | None:
-    routes = trajectory.routes
+def _refuse(answer: Trajectory, problem: str | None) -> None:
+    if problem:
+        raise ValueError(f"the expert routes of answer {answer.uid!r} are wrong: {problem}")
+
+
+def _misshapen(answer: Trajectory, routers: Routers) -> str | None:
+    routes = answer.routes
     if routes is None:
         return "there are none, so this engine does not record them; learner.routing = r2 or off does without"
-    num_tokens, (rows, *row) = len(trajectory.tokens), routes.ids.shape
+    num_tokens, (rows, *row) = len(answer.tokens), routes.ids.shape
     if rows != num_tokens - 1 or len(routes.versions) != rows:
         return (
             f"{rows} rows for {num_tokens} tokens, of which all but the last have one: a turn, or a part of an answer "
@@ -49,12 +64,18 @@ def _problem(trajectory: Trajectory, routers: Routers) -> str | None:
         )
     if row != [routers.num_layers, routers.top_k]:
         return f"{row} ids per token, the model has {[routers.num_layers, routers.top_k]}: the engine runs another one"
-    known = routes.versions >= 0
-    found = routes.ids if known.all() else routes.ids[known]
-    return _wrong_ids(found, routers) if found.numel() else None
+    return None
+
+
+def _known(found: Sequence[Routes]) -> Tensor:
+    """The ids of all rows that were not lost."""
+    ids, known = torch.cat([routes.ids for routes in found]), torch.cat([routes.versions for routes in found]) >= 0
+    return ids if known.all() else ids[known]
 
 
 def _wrong_ids(ids: Tensor, routers: Routers) -> str | None:
+    if not ids.numel():
+        return None
     low, high = (int(x) for x in ids.aminmax())
     if low < 0 or high >= routers.num_experts:
         return (

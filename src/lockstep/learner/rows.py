@@ -36,12 +36,12 @@ def admit(
     for trajectory in group.trajectories:
         if reason := why_not(trajectory, truncated):
             left_out[reason] += 1
+        elif check_routes is None and trajectory.routes is not None:
+            raise ValueError(f"answer {trajectory.uid!r} brings expert routes, which this learner does not read")
         else:
-            if check_routes is not None:
-                check_routes(trajectory)
-            elif trajectory.routes is not None:
-                raise ValueError(f"answer {trajectory.uid!r} brings expert routes, which this learner does not read")
             kept.append(trajectory)
+    if check_routes is not None:
+        check_routes(kept)
     rewards = tuple(t.verdict.value for t in kept if t.verdict.value is not None)
     replayed = check_routes is not None and check_routes.replayed
     return Judged(tuple(replace(row_of(t, version), replayed=replayed) for t in kept), rewards)

@@ -69,6 +69,16 @@ def test_routes_that_cannot_be_true_stop_the_run(edit: Callable[[Routes], Any], 
     assert "the expert routes of answer '0/0' are wrong" in str(caught.value)
 
 
+def test_the_answer_that_is_wrong_is_named() -> None:
+    """They are looked at together."""
+    learner, group = core(), groups()[0]
+    learner.begin(0)
+    *rest, last = group.trajectories
+    broken = change(replace(group, trajectories=(last,)), with_ids(lambda ids: ids[0].fill_(1))).trajectories
+    with pytest.raises(ValueError, match="answer '0/3' are wrong: a router chose an expert twice"):
+        learner.accumulate([replace(group, trajectories=(*rest, *broken))])
+
+
 def test_routes_that_nobody_reads_are_not_dropped_in_silence() -> None:
     learner = make_core(GRPO, experts=True)
     learner.begin(0)
