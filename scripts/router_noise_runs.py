@@ -38,6 +38,7 @@ from lockstep.report.run_folder import RunFolder
 
 ARMS = ("off", "r3")
 SHAPE = {"hidden": 64, "layers": 4, "heads": 4, "context": 128, "experts": 8}
+TASK = {"demo_steps": 1.0}  # demonstrations all show their steps: with few, not every seed finds out that they pay
 WINDOW = 10  # steps of which a mean is taken
 FIGURE = "images/router-noise.svg"  # beside the page
 
@@ -88,7 +89,7 @@ class Outcome:
 def warm_up(root: Path, updates: int, seed: int) -> Path:
     torch.set_num_threads(1)
     folder = RunFolder(root / f"warm-{seed}")
-    return folder.result or warmed_up(folder.root, SHAPE, updates, seed)
+    return folder.result or warmed_up(folder.root, SHAPE, updates, seed, TASK)
 
 
 def start(root: Path, given: argparse.Namespace, run: Run, warm: Path) -> Outcome:
@@ -167,7 +168,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--noise", type=float, nargs="+", default=[0.18, 0.6], help="standard deviations, of logits")
     parser.add_argument("--steps", type=int, default=150)
-    parser.add_argument("--warmup", type=int, default=600, help="supervised updates before them")
+    parser.add_argument("--warmup", type=int, default=400, help="supervised updates before them")
     parser.add_argument("--rate", type=float, default=1e-3, help="learning rate")
     parser.add_argument("--updates", type=int, default=1, help="per step")
     parser.add_argument("--docs", type=Path, help="page whose table is replaced; the figure goes beside it")
@@ -187,7 +188,8 @@ def main() -> None:
     print(text)
     draw(outcomes, given.docs.parent / FIGURE if given.docs else given.out / "rewards.svg")
     if given.docs:
-        write_into(given.docs, text, "noise")
+        curves = f"![Reward over steps; thin lines are seeds, thick ones their means]({FIGURE})"
+        write_into(given.docs, f"{curves}\n\n{text}", "noise")
 
 
 if __name__ == "__main__":

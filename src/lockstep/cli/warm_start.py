@@ -23,20 +23,23 @@ RECIPE = "quickstart"
 MIXTURE: dict[str, int] = {"hidden": 128, "layers": 4, "heads": 4, "context": 128, "experts": 16}
 
 
-def warmed_up(root: Path, shape: Mapping[str, int], updates: int, seed: int = 0) -> Path:
+def warmed_up(
+    root: Path, shape: Mapping[str, int], updates: int, seed: int = 0, task: Mapping[str, Any] | None = None
+) -> Path:
     """The checkpoint of a model that has seen so many batches of the quickstart's demonstrations: as peaked as one that
-    has learned something."""
+    has learned something. `task` changes its keys."""
     given = read_tables(recipe_files.find(RECIPE))
-    changes = {
+    fixed = {
         "device": "cpu",
         "seed": seed,
         "model": {"init": shape},
+        "task": given["task"] | (task or {}),
         "warmup": given["warmup"] | {"steps": updates, "control": False},
         "train": {"steps": 0},
         "eval": {"samples": 0},
     }
     with redirect_stdout(io.StringIO()):
-        train(validate(Recipe, given | changes, RECIPE), root, plain=True)
+        train(validate(Recipe, given | fixed, RECIPE), root, plain=True)
     found = RunFolder.open(root).result
     assert found is not None, "a run saves before its first step"
     return found
