@@ -1,8 +1,9 @@
 """`lockstep bench routing-cost`: what recording experts costs the sampler, and replaying them the learner.
 
-One model, random weights. Two engines, one of which records, answer the same requests step by step, in turns; then one
-learner makes the same step with and without the recorded experts, in turns. A machine whose speed drifts does so for
-both, and the median of the ratios of neighbours leaves out what disturbed single steps.
+One model, random weights. Two engines, one of which records, answer the same requests in turns of a step each, or of a
+row of steps where these are one CUDA graph; then one learner makes the same step with and without the recorded experts,
+in turns. A machine whose speed drifts does so for both, and the median of the ratios of neighbours leaves out what
+disturbed single turns.
 """
 
 from __future__ import annotations
@@ -30,13 +31,14 @@ from lockstep.data.chat import Conversation
 from lockstep.learner.config import LearnerConfig
 from lockstep.learner.routes import RouteCheck
 from lockstep.learner.step import LearnerCore
-from lockstep.models import paged, varlen
+from lockstep.models import varlen
+from lockstep.models.engine_view import engine_view
 from lockstep.models.head import install_head
 from lockstep.models.paged import kv_shape
 from lockstep.models.routes import RouteMemory
 from lockstep.models.routing import Routers, find_routers, install_routing
 from lockstep.models.tiny import byte_tokenizer
-from lockstep.models.twins import twin, use_attention
+from lockstep.models.twins import use_attention
 from lockstep.rollout.config import RolloutConfig
 from lockstep.rollout.core import EngineCore
 from lockstep.types import Completion, Group, Request, Routes, Sample, SamplingParams, StopReason, Trajectory, Verdict
@@ -149,9 +151,7 @@ def measure_recording(
 
 
 def _engine(module: PreTrainedModel, routers: Routers | None, size: Size) -> EngineCore:
-    view = twin(module, paged.NAME, share=True)
-    if routers is not None:
-        install_routing(view, routers)
+    view = engine_view(module, share=True, routers=routers)
     step_tokens = max(4096, size.seqs)
     return EngineCore(view, byte_tokenizer(), (), RolloutConfig(max_seqs=size.seqs, step_tokens=step_tokens), routers)
 
@@ -245,7 +245,7 @@ def _table(recording: Cost, replaying: Cost) -> str:
         [
             "| | without, ms | with, ms | median of ratios (quarters) | of the whole time |",
             "|---|---|---|---|---|",
-            f"| recording, per engine step | {recording} |",
+            f"| recording, per turn of the engine | {recording} |",
             f"| replay, per learner step | {replaying} |",
         ]
     )

@@ -44,7 +44,7 @@ def test_costs_are_measured_in_turns(tmp_path: Path, monkeypatch: pytest.MonkeyP
     text = console.export_text()
     assert "tiny with 2 layers, 3 answers of 5 + 6 tokens at a time" in text
     assert "Routes take 4 bytes per token, keys and values 2,048: 0.20%" in text
-    assert "| recording, per engine step |" in text
+    assert "| recording, per turn of the engine |" in text
     assert "| replay, per learner step |" in page.read_text()
     with pytest.raises(ConfigError, match="unknown shape 'huge'; choices: tiny, 30b-a3b"):
         cost.compare("huge", 2, size, pairs=2, device="cpu", out=None, console=console)
