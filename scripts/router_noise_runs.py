@@ -167,7 +167,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="runs at a time, one core each")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--noise", type=float, nargs="+", default=[0.18, 0.6], help="standard deviations, of logits")
-    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--warmup", type=int, default=400, help="supervised updates before them")
     parser.add_argument("--rate", type=float, default=1e-3, help="learning rate")
     parser.add_argument("--updates", type=int, default=1, help="per step")

@@ -13,7 +13,6 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from importlib import metadata
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
@@ -23,6 +22,7 @@ from rich.console import Console
 from torch import Tensor
 from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from lockstep import __version__
 from lockstep.algorithms.config import AlgorithmConfig
 from lockstep.assembly.devices import choose_device
 from lockstep.cli.benchmarks import processor, write_into
@@ -293,6 +293,5 @@ def _long_answer(ids: Tensor) -> Trajectory:
 
 def _conditions(shape: str, layers: int, size: Size, device: torch.device) -> str:
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{processor()}, {os.cpu_count()} cores"
-    versions = ", ".join(f"{package} {metadata.version(package)}" for package in ("lockstep-rl", "torch"))
     work = f"{size.seqs} answers of {size.prompt_tokens} + {size.max_tokens} tokens at a time"
-    return f"{where}; {versions}; {shape} with {layers} layers, {work}."
+    return f"{where}; lockstep {__version__}, torch {torch.__version__}; {shape} with {layers} layers, {work}."

@@ -54,6 +54,14 @@ def test_replay_brings_a_low_bit_sampler_and_its_learner_together(tmp_path: Path
     assert aligned["live"]["mismatch/k3"] < 1e-6
 
 
+def test_the_task_of_a_recipe_asks(tmp_path: Path) -> None:
+    model, console = str(drawn(tmp_path / "model", SHAPE, std=0.2)), Console(record=True, width=160)
+    asked = SMALL | {"recipe": "quickstart", "samples": 2, "answers": 1}
+    analyze(model, ["rollout.max_tokens=4"], asked=(), out=tmp_path / "found", console=console, **asked)  # type: ignore[arg-type]
+    assert "sampler float32 · learner float32 · answers 2" in console.export_text()
+    assert metrics(tmp_path / "found")["live"]["routing/differ"] == 0
+
+
 def test_a_dense_model_is_refused(tmp_path: Path) -> None:
     model = drawn(tmp_path / "model", SHAPE | {"experts": 0}, std=0.2)
     with pytest.raises(ConfigError, match="Qwen3ForCausalLM is dense: it has no routers to look at"):
