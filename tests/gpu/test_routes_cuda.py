@@ -16,7 +16,7 @@ ROUTERS = Routers(layers=("a", "b"), modules=("a.gate", "b.gate"), num_experts=8
 
 def test_answers_bring_the_experts_they_were_computed_with() -> None:
     module = qwen3().cuda()
-    requests = [ask(f"r{n}", prompt(n, seed=n), 20, temperature=1.0, seed=n) for n in (3, 17, 40, 40)]
+    requests = [ask(f"r{i}", prompt(n, seed=n), 20, temperature=1.0, seed=i) for i, n in enumerate((3, 17, 40, 40))]
     done = finish(engine_core(module, record=True), requests)
     view, _ = obeying(module.cpu())
     for request in requests:

@@ -60,9 +60,9 @@ class Recorder:
 
     def _slots(self, seq: Sequence, first: int) -> Tensor:
         """Where the rows from `first` on are."""
-        size = self.page_size
-        slots = [seq.pages[row // size] * size + row % size for row in range(first, seq.num_computed)]
-        return torch.tensor(slots, dtype=torch.int64, device=self.memory.ids.device)
+        pages = torch.tensor(seq.pages, dtype=torch.int64)
+        slots = pages[:, None] * self.page_size + torch.arange(self.page_size)
+        return slots.flatten()[first : seq.num_computed].to(self.memory.ids.device)
 
     def arrived(self, seq: Sequence, *, wait: bool) -> bool:
         """Whether the routes of a sequence that ended are on the host."""
