@@ -139,9 +139,10 @@ class EngineCore:
         if recorder is None:
             self._ended = []
             return [seq.completion() for seq in ended]
-        ready = [seq for seq in ended if recorder.arrived(seq, wait=wait)]
-        self._ended = [seq for seq in ended if seq not in ready]
-        return [seq.completion(recorder.take(seq)) for seq in ready]
+        recorder.read_out()
+        here = [recorder.arrived(seq, wait=wait) for seq in ended]
+        self._ended = [seq for seq, arrived in zip(ended, here, strict=True) if not arrived]
+        return [seq.completion(recorder.take(seq)) for seq, arrived in zip(ended, here, strict=True) if arrived]
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Copies weights, by Hugging Face name, into the engine's own buffers: none may be missing, none unknown."""

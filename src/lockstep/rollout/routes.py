@@ -31,7 +31,8 @@ class Recorder:
     def __init__(self, memory: RouteMemory, page_size: int) -> None:
         self.memory, self.page_size = memory, page_size
         self._kept: dict[Sequence, Kept] = {}
-        self._ended: dict[Sequence, tuple[Readout, list[int]]] = {}
+        self._leaving: list[tuple[Sequence, Tensor, list[int]]] = []  # slots and versions of those who just ended
+        self._ended: dict[Sequence, tuple[Readout, slice, list[int]]] = {}
 
     def recording(self, plan: Plan, slots: Tensor) -> Recording:
         """Of one step. Rows that the same weights have computed before are told what they chose then."""
@@ -52,17 +53,28 @@ class Recorder:
     def leaving(self, seq: Sequence) -> None:
         """Its pages are about to be given up: for good if it has a reason to stop, else until it is prefilled again."""
         if seq.stop_reason is None:
-            kept = Kept(self.memory.at(self._slots(seq, 0)), seq.computed_by)
+            kept = Kept(self.memory.at(self._slots(seq, 0).to(self.memory.ids.device)), seq.computed_by)
             self._kept[seq] = kept.then(self._kept[seq]) if seq in self._kept else kept
         else:
             first = seq.request.num_routed
-            self._ended[seq] = (self.memory.read(self._slots(seq, first)), seq.computed_by[first:])
+            self._leaving.append((seq, self._slots(seq, first), seq.computed_by[first:]))
+
+    def read_out(self) -> None:
+        """Sends the routes of all who ended with the last step to the host, in one copy; before the next one writes."""
+        if not self._leaving:
+            return
+        slots = torch.cat([slots for _, slots, _ in self._leaving])
+        readout, first = self.memory.read(slots.to(self.memory.ids.device)), 0
+        for seq, slots, versions in self._leaving:
+            self._ended[seq] = (readout, slice(first, first + len(slots)), versions)
+            first += len(slots)
+        self._leaving.clear()
 
     def _slots(self, seq: Sequence, first: int) -> Tensor:
-        """Where the rows from `first` on are."""
+        """Where the rows from `first` on are, on the host."""
         pages = torch.tensor(seq.pages, dtype=torch.int64)
         slots = pages[:, None] * self.page_size + torch.arange(self.page_size)
-        return slots.flatten()[first : seq.num_computed].to(self.memory.ids.device)
+        return slots.flatten()[first : seq.num_computed]
 
     def arrived(self, seq: Sequence, *, wait: bool) -> bool:
         """Whether the routes of a sequence that ended are on the host."""
@@ -72,8 +84,8 @@ class Recorder:
         """Once, when they have arrived: a row for every token but the last; what was never computed is marked lost."""
         kept, first = self._kept.pop(seq, None), seq.request.num_routed
         if seq in self._ended:
-            readout, versions = self._ended.pop(seq)
-            found = Kept(readout.ids, versions)
+            readout, rows, versions = self._ended.pop(seq)
+            found = Kept(readout.ids[rows], versions)
         elif kept is not None:  # ended while it waited to be prefilled again
             found = Kept(kept.ids[first:].cpu(), kept.versions[first:])
         else:

@@ -228,9 +228,10 @@ class Embedded:
         self._core.add([request for request, _ in staged])
 
     def _forget(self, uids: set[str]) -> None:
+        ended = self._core.abort(uids)  # others may be among them, whose routes were on their way
+        self._deliver([completion for completion in ended if completion.uid not in uids])
         for uid in uids:
             self._outboxes.pop(uid, None)
-        self._core.abort(uids)
 
     def _apply_update(self, version: int) -> None:
         scheduler = self._core.scheduler
