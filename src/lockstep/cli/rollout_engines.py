@@ -65,6 +65,7 @@ def lockstep(folder: Path, device: torch.device, options: dict[str, Any]) -> Con
 
 def vllm(folder: Path, device: torch.device, options: dict[str, Any]) -> Contender:
     os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_LOGGING_LEVEL": "WARNING"}
+    os.environ["VLLM_WORKER_MULTIPROCESSING_METHOD"] = "spawn"  # this process has looked at the device already
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(options.get("multiprocessing", True)))
     import vllm as library  # pyright: ignore[reportMissingImports]
 
