@@ -30,6 +30,7 @@ from lockstep.quant.modules import LowBitLinear, use_experts_function
 
 FAMILIES = ("Llama", "Mistral", "Mixtral", "Qwen2", "Qwen2Moe", "Qwen3", "Qwen3Moe")
 ATTENTION = frozenset(f"{family}Attention" for family in FAMILIES)  # project, norm heads or not, rotate halves, attend
+WINDOW_OF_CONFIG = frozenset({"MistralAttention", "MixtralAttention"})  # the same in all layers
 MLP = frozenset(f"{family}MLP" for family in FAMILIES)
 LAYER = frozenset(f"{family}DecoderLayer" for family in FAMILIES)  # norm, attend, add, norm, compute, add
 NORM = frozenset(f"{family}RMSNorm" for family in FAMILIES)
@@ -140,8 +141,14 @@ def _attention(
     norms = (self.q_norm.weight, self.k_norm.weight) if hasattr(self, "q_norm") else None
     eps = self.q_norm.variance_epsilon if norms else 0.0
     query = rotate_and_store(qkv(hidden_states[0]), norms, eps, position_embeddings, lockstep.slots, keys, values)
-    out = attend(query, self.layer_idx, lockstep, self.scaling, getattr(self, "sliding_window", None))
+    out = attend(query, self.layer_idx, lockstep, self.scaling, window(self))
     return self.o_proj(out.flatten(1)[None]), None
+
+
+def window(attention: Any) -> int | None:
+    """What its class hands to the attention function: the model's window, the layer's own, or none."""
+    owner = attention.config if type(attention).__name__ in WINDOW_OF_CONFIG else attention
+    return getattr(owner, "sliding_window", None)
 
 
 def _mlp(self: Any, gate_up: Product, x: Tensor) -> Tensor:

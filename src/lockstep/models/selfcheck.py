@@ -50,9 +50,11 @@ def refuse_by_config(name: str, module: PreTrainedModel) -> None:
 
 
 def _misfit(text: PreTrainedConfig) -> str | None:
-    kinds = set(getattr(text, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
-    if kinds:
-        return f"it has layers without a per-token key/value memory ({', '.join(sorted(kinds))})"
+    kinds = set(getattr(text, "layer_types", None) or ())
+    if others := kinds - {"full_attention", "sliding_attention"}:
+        return f"it has layers without a per-token key/value memory ({', '.join(sorted(others))})"
+    if text.model_type == "qwen2_moe" and "sliding_attention" in kinds:
+        return "its sliding window is in a mask that it makes itself: the attention function is not told of it"
     if getattr(text, "num_kv_shared_layers", 0):
         return "it shares keys and values across layers"
     rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}

@@ -5,7 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from transformers import BloomConfig, BloomForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
+)
 from transformers.models.gemma2 import Gemma2Config, Gemma2ForCausalLM
 from transformers.models.gpt_oss import GptOssConfig, GptOssForCausalLM
 
@@ -75,6 +83,11 @@ def softcapped() -> PreTrainedModel:
     return Gemma2ForCausalLM(Gemma2Config(**SHAPE, attn_logit_softcapping=50.0))
 
 
+def masked_window() -> PreTrainedModel:
+    window = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 2}
+    return Qwen2MoeForCausalLM(Qwen2MoeConfig(**SHAPE, **window, num_experts=2, num_experts_per_tok=1))
+
+
 def bloom() -> PreTrainedModel:
     return BloomForCausalLM(BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4))
 
@@ -85,6 +98,7 @@ def bloom() -> PreTrainedModel:
         (gpt_oss, "GptOssForCausalLM cannot be used: .*s_aux"),
         (softcapped, "Gemma2ForCausalLM cannot be used: .*softcap"),
         (dynamic_rope, "LlamaForCausalLM cannot be used: its rotary table .* depends on the longest request"),
+        (masked_window, "Qwen2MoeForCausalLM cannot be used: its sliding window is in a mask"),
         (bloom, "BloomForCausalLM cannot be used: its attention cannot be replaced"),
     ],
 )
