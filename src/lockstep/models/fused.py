@@ -72,6 +72,9 @@ def lay_together(module: nn.Module) -> None:
 
 
 def _join(parameters: Sequence[Tensor]) -> None:
+    """Once: whoever already shares the common memory would lose sight of weights that moved again."""
+    if joined(parameters) is not None:
+        return
     whole = torch.cat([p.data for p in parameters])
     for parameter, piece in zip(parameters, whole.split([len(p) for p in parameters]), strict=True):
         parameter.data = piece
