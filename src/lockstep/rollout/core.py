@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 
@@ -72,8 +71,6 @@ class EngineCore:
         self._ended: list[Sequence] = []
         if burst is not None:
             burst.warm_up()
-            gc.collect()
-            gc.freeze()  # looking through all of torch and transformers takes longer than a burst
 
     def _num_pages(self, config: RolloutConfig, dtype: torch.dtype, routers: Routers | None) -> int:
         """As many pages as every row could ever fill, or as the memory allows."""

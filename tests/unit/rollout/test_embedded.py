@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
+import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -373,3 +375,25 @@ def test_reset_cache_leaves_no_trace(dense: PreTrainedModel) -> None:
             assert (await engine.stats())["prefix_hit_tokens"] == 0
 
     within(test)
+
+
+def test_an_engine_that_ended_gives_its_memory_back(dense: PreTrainedModel) -> None:
+    """Views refer to themselves, so only a collection frees them; what was frozen is never looked at by one."""
+    assert not gc.get_freeze_count()
+
+    def start() -> tuple[Embedded, weakref.ref[PreTrainedModel]]:
+        core = engine_core(dense)
+        core.module.forward = core.module.forward  # as replaced forwards do
+        core.runner.burst = cast(Any, object())  # of which nothing is asked
+        return Embedded(core, store=Memory(snapshot=True)), weakref.ref(core.module)
+
+    async def test() -> weakref.ref[PreTrainedModel]:
+        engine, view = start()
+        await until(lambda: gc.get_freeze_count() > 0)
+        await engine.close()
+        return view
+
+    view = asyncio.run(asyncio.wait_for(test(), 20))
+    assert not gc.get_freeze_count()
+    gc.collect()
+    assert view() is None

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import queue
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
@@ -179,17 +180,21 @@ class Embedded:
         """consumes: the inbox · waits for: the inbox while idle · unblocked by: any call, or None, which ends it"""
         ended = RuntimeError("the engine is closed")
         try:
-            while self._take_commands(block=not self._core.busy):
-                if self._core.busy:
-                    started = time.perf_counter()
-                    self._deliver(self._core.step())
-                    self._busy_seconds += time.perf_counter() - started
-                if self._drained and not self._core.scheduler.running:
-                    self._run_drained()
+            with _settled(self._core):
+                self._run_steps()
         except BaseException as error:
             ended = RuntimeError(f"the engine failed: {error}")
             ended.__cause__ = error
         self._end(ended)
+
+    def _run_steps(self) -> None:
+        while self._take_commands(block=not self._core.busy):
+            if self._core.busy:
+                started = time.perf_counter()
+                self._deliver(self._core.step())
+                self._busy_seconds += time.perf_counter() - started
+            if self._drained and not self._core.scheduler.running:
+                self._run_drained()
 
     def _take_commands(self, *, block: bool) -> bool:
         while block or not self._inbox.empty():
@@ -244,6 +249,22 @@ class Embedded:
     def _deliver(self, completions: Sequence[Completion]) -> None:
         for completion in completions:
             self._outboxes.pop(completion.uid)(completion)
+
+
+@contextmanager
+def _settled(core: EngineCore) -> Iterator[None]:
+    """Where steps come in bursts, collections leave out what is there now: looking through all of torch and
+    transformers takes longer than a burst. Afterwards they see it again, so that an engine that ended gives its memory
+    back."""
+    if core.runner.burst is None:
+        yield
+        return
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def _tell_failure(done: Future[None], staged: Sequence[tuple[Request, Send]]) -> None:
