@@ -93,7 +93,8 @@ class Burst:
             self._step.zero_()
             self._run_step(size, any_truncated)
         torch.cuda.current_stream().wait_stream(side)
-        with torch.cuda.graph(graph, pool=self._pool):
+        # only this thread is held to what a capture allows: a learner's may be at work
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             self._run_step(size, any_truncated)
         return graph
 
