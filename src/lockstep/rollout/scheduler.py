@@ -66,9 +66,7 @@ class Scheduler:
     waiting: deque[Sequence] = field(default_factory=deque)  # oldest first
     running: list[Sequence] = field(default_factory=list)  # oldest first
     counters: Counters = field(default_factory=Counters)
-    leaving: Callable[[Sequence], None] = lambda seq: (
-        None
-    )  # told of every running sequence before it gives up its pages
+    leaving: Callable[[Sequence], None] | None = None  # told of a running sequence before it gives up its pages
     _rows: list[int] = field(default_factory=list)
     _seatings: int = 0
 
@@ -101,12 +99,15 @@ class Scheduler:
         """
         longest = max((seq.limit - len(seq.tokens) for seq in seqs), default=1)
         steps = max(1, min(self.run_ahead // 4 if self.waiting else self.run_ahead, longest))
-        ends = [min(len(seq.tokens) - 1 + steps, seq.limit) for seq in seqs]
-        if sum(max(0, self._pages_needed(s, end)) for s, end in zip(seqs, ends, strict=True)) > self.pool.num_available:
-            return 1
-        for seq, end in zip(seqs, ends, strict=True):
-            self._grow(seq, end)
+        while steps > 1 and self._pages_ahead(seqs, steps) > self.pool.num_available:
+            steps //= 2
+        for seq in seqs:
+            self._grow(seq, _end_after(seq, steps))
         return steps
+
+    def _pages_ahead(self, seqs: Collection[Sequence], steps: int) -> int:
+        """Pages that so many decode steps of these would take."""
+        return sum(max(0, self._pages_needed(seq, _end_after(seq, steps))) for seq in seqs)
 
     def commit(self, plan: Plan, drawn: Iterable[Draws], taken: Callable[[Sequence, Draws], int]) -> list[Sequence]:
         """Takes in what was sampled, for every sampling chunk in plan order; returns the sequences that ended.
@@ -260,7 +261,8 @@ class Scheduler:
         insort(self.waiting, seq, key=lambda s: s.arrival)
 
     def _leave(self, seq: Sequence) -> None:
-        self.leaving(seq)
+        if self.leaving is not None:
+            self.leaving(seq)
         self.running.remove(seq)
         heapq.heappush(self._rows, seq.row)
         seq.row = -1
@@ -270,3 +272,8 @@ class Scheduler:
         self.pool.release(seq.pages)
         seq.pages, seq.num_computed, seq.num_cached_pages, seq.node = [], 0, 0, None
         seq.computed_by = []
+
+
+def _end_after(seq: Sequence, steps: int) -> int:
+    """Tokens with keys and values once it has made so many decode steps, or has ended before."""
+    return min(len(seq.tokens) - 1 + steps, seq.limit)

@@ -209,6 +209,17 @@ def test_one_without_pages_gives_way_to_the_older() -> None:
     assert shadow.scheduler.counters.preemptions >= 1
 
 
+@pytest.mark.parametrize(("num_pages", "steps"), [(8, 8), (5, 4), (4, 4), (3, 2), (2, 2)])
+def test_few_pages_make_for_short_bursts(num_pages: int, steps: int) -> None:
+    """Two sequences in their second step: as many steps as there are pages for, without taking any from the other."""
+    shadow = make(num_pages=num_pages, run_ahead=8)
+    shadow.scheduler.add(sequences(([1] * 2, 12), ([2] * 2, 12)))
+    shadow.step()
+    plan = shadow.scheduler.schedule()
+    assert plan.steps == steps
+    assert shadow.scheduler.counters.preemptions == 0
+
+
 def test_older_requests_start_first() -> None:
     shadow = make(max_seqs=2)
     shadow.scheduler.add(sequences(*[([i] * 5, 3) for i in range(6)]))
