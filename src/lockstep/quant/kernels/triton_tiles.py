@@ -110,6 +110,7 @@ def make_plan(tile: Tile, chunks: int, M: int, N: int, K: int, experts: int = 0,
 
 
 _local = threading.local()
+_lasting: list[Tensor] = []  # all counters there are: a captured step uses those of its thread, which may have ended
 
 
 def _counters(device: torch.device) -> Tensor:
@@ -120,6 +121,7 @@ def _counters(device: torch.device) -> Tensor:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError("run a low-bit linear once in this thread before capturing it in a CUDA graph")
         _local.counters[device] = torch.zeros(_FULL, dtype=torch.int32, device=device)
+        _lasting.append(_local.counters[device])
     return _local.counters[device]
 
 
