@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
@@ -16,7 +16,7 @@ import torch
 from rich.console import Console
 from transformers import AutoConfig
 
-from lockstep.cli.rollout_engines import ENGINES, Answer, plain_model
+from lockstep.cli.rollout_engines import ENGINES, OPTIONS, Answer, plain_model
 from lockstep.cli.rollout_workloads import SHAPES, WORKLOADS, Workload, checkpoint, rescore, weight_bytes
 from lockstep.config import ConfigError
 
@@ -117,7 +117,10 @@ def compare(
     """`engines` are names, with options after colons: `vllm:multiprocessing=0`."""
     chosen = [WORKLOADS[name] for name in _known("workload", workloads, WORKLOADS)]
     _known("shape", [shape], SHAPES)
-    _known("engine", [name.partition(":")[0] for name in engines], ENGINES)
+    for engine in engines:
+        name, *settings = engine.split(":")
+        _known("engine", [name], ENGINES)
+        _known(f"option of {name}", [setting.partition("=")[0] for setting in settings], OPTIONS[name])
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     context = max(w.context for w in chosen)
     results: list[Result] = []
@@ -135,7 +138,7 @@ def compare(
             file.write(text + "\n")
 
 
-def _known(kind: str, names: Sequence[str], known: dict[str, Any]) -> Sequence[str]:
+def _known(kind: str, names: Sequence[str], known: Collection[str]) -> Sequence[str]:
     for name in names:
         if name not in known:
             raise ConfigError(f"unknown {kind} {name!r}; choices: {', '.join(known)}")

@@ -153,3 +153,10 @@ ENGINES: dict[str, Callable[[Path, torch.device, dict[str, Any]], Contender]] = 
     "generate": transformers,
     "continuous": continuous_batching,
 }
+OPTIONS = {
+    "lockstep": ("precision", "compile", "record", "step_tokens", "max_seqs", "kv_gib", "repeats"),
+    "vllm": ("multiprocessing", "async_scheduling", "quantization", "max_seqs", "repeats"),
+    "generate": ("repeats",),
+    "continuous": ("repeats",),
+}
+"""What may follow an engine's name."""

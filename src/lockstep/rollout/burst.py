@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from lockstep.config import ConfigError
 from lockstep.models.paged import KVCache, PagedStep, Segment
 from lockstep.models.routes import Recording, RouteMemory
 from lockstep.rollout.rows import Rows
@@ -46,9 +47,19 @@ class Burst:
         self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
 
     def warm_up(self) -> None:
-        """Captures every batch size, largest first: smaller ones then fit into its memory."""
-        for size in reversed(self.sizes):
-            self._graph(size, False)
+        """Captures every batch size, largest first: smaller ones then fit into its memory.
+
+        ConfigError if the model does something in a step that cannot be captured.
+        """
+        try:
+            for size in reversed(self.sizes):
+                self._graph(size, False)
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0]
+            raise ConfigError(
+                f"decode steps of {type(self.module).__name__} cannot be captured: {reason}; "
+                "rollout.compile = false launches them one by one"
+            ) from error
 
     @torch.inference_mode()
     def run(self, plan: Plan) -> list[Draws]:

@@ -188,5 +188,6 @@ class EngineCore:
     def _hit_stop_string(self, seq: Sequence) -> bool:
         """Looks at the end only; a token may be less than a character, so a few more than characters are read."""
         longest = max(map(len, seq.request.params.stop))
-        tail = self.tokenizer.decode(seq.sampled[-(4 * longest + 8) :], clean_up_tokenization_spaces=False)
+        first = max(seq.num_prompt, len(seq.tokens) - (4 * longest + 8))
+        tail = self.tokenizer.decode(seq.tokens[first:], clean_up_tokenization_spaces=False)
         return any(stop in tail for stop in seq.request.params.stop)

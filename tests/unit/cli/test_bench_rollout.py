@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+from lockstep.cli.bench_rollout import Result, _options, compare, run_engine, table
+from lockstep.cli.rollout_workloads import SHAPES, WORKLOADS, checkpoint
+from lockstep.config import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("shape", "workload", "engine", "message"),
+    [
+        ("7b", "8x4x16+32", "lockstep", "unknown shape '7b'; choices: tiny, "),
+        ("tiny", "big", "lockstep", "unknown workload 'big'; choices: "),
+        ("tiny", "8x4x16+32", "sglang", "unknown engine 'sglang'; choices: lockstep, vllm"),
+        ("tiny", "8x4x16+32", "lockstep:precison=w4a16", "unknown option of lockstep 'precison'; choices: precision"),
+    ],
+)
+def test_what_is_unknown_is_refused(shape: str, workload: str, engine: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message.replace("+", r"\+")):
+        compare(shape, None, [workload], [engine], None, Console())
+
+
+def test_every_engine_is_asked_the_same() -> None:
+    workload = WORKLOADS["64x8x512+2048"]
+    requests = workload.requests(1000)
+    assert requests == workload.requests(1000)
+    assert len(requests) == 64 * 8
+    assert requests[0][0] == requests[7][0] != requests[8][0], "answers of a group share their prompt"
+    assert 16 <= min(n for _, n in requests) < max(n for _, n in requests) <= 2048
+
+
+def test_the_limit_counts_weights_and_live_keys_and_values() -> None:
+    workload, config = WORKLOADS["256x128+256"], SHAPES["0.6b"].config(512)
+    token_bytes = 2 * 2 * 28 * 8 * 128
+    read = sum(1_000_000 + 256 * token_bytes * (128 + step) for step in range(1, 257))
+    assert workload.limit_seconds(config, 1_000_000, 1000) == pytest.approx(read / 4.24e12)
+
+
+def test_a_table_compares_with_vllm() -> None:
+    def result(engine: str, seconds: float) -> Result:
+        return Result(engine, "w", 1000, seconds, 0.5, 0.25, 11, 1.0, 2.0, None, None)
+
+    lines = table([result("lockstep", 1.0), result("vllm:multiprocessing=0", 2.5)]).splitlines()
+    assert [cell.strip() for cell in lines[2].split("|")[3:5]] == ["1,000", "2.50"]
+    assert "| 50.00 | 50% |" in lines[2]
+
+
+def test_a_real_run() -> None:
+    """The embedded engine on a tiny model: sane answers, and the log-probs of plain transformers."""
+    workload = WORKLOADS["8x4x16+32"]
+    with checkpoint(SHAPES["tiny"], None, workload.context, torch.device("cpu")) as folder:
+        options = _options("lockstep", Path(folder), [workload]) | {"repeats": 1}
+        (found,) = run_engine("lockstep", Path(folder), [workload], options)
+    assert found.tokens == sum(n for _, n in workload.requests(512))
+    assert found.difference is not None
+    assert found.difference < 1e-4
