@@ -7,7 +7,7 @@ A preset on the command line takes the place of the file's, and clears what make
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -50,6 +50,7 @@ class Presets:
 class Stack:
     """Tables as they are after all layers, and which layer each value came from."""
 
+    is_choice: Callable[[str], bool]  # whether a key picks a plug-in, which has options
     tables: dict[str, Any] = field(default_factory=dict)
     origins: dict[str, str] = field(default_factory=dict)  # "learner.mini_steps" → "preset qurl"
 
@@ -66,16 +67,19 @@ class Stack:
                 self._mark(prefix + key, origin)
 
     def override(self, text: str) -> None:
-        """Sets what `a.b=c` says."""
+        """Sets what `a.b=c` says; an option of a plug-in that has so far only been named is set beside its name."""
         key, equals, raw = text.partition("=")
         if not equals or not key:
             raise ConfigError(f"override {text!r} is not of the form key.subkey=value")
         *parents, leaf = key.split(".")
         table: Any = self.tables
-        for parent in parents:
-            table = table.setdefault(parent, {})
-            if not isinstance(table, dict):
-                raise ConfigError(f"override {text!r}: {parent} is the plain value {table!r} there, not a table")
+        for depth, parent in enumerate(parents, start=1):
+            inner = table.setdefault(parent, {})
+            if isinstance(inner, str) and self.is_choice(".".join(parents[:depth])):
+                inner = table[parent] = {"name": inner}
+            if not isinstance(inner, dict):
+                raise ConfigError(f"override {text!r}: {parent} is the plain value {inner!r} there, not a table")
+            table = inner
         table[leaf] = parse_value(raw)
         self._mark(key, COMMAND_LINE)
 
@@ -108,9 +112,15 @@ class Stack:
         self.origins = {k: v for k, v in self.origins.items() if not k.startswith(f"{key}.")} | {key: origin}
 
 
-def stack(tables: Mapping[str, Any], overrides: Sequence[str], origin: str, presets: Presets | None) -> Stack:
+def stack(
+    tables: Mapping[str, Any],
+    overrides: Sequence[str],
+    origin: str,
+    presets: Presets | None,
+    is_choice: Callable[[str], bool],
+) -> Stack:
     """All layers of one recipe, whose file is `origin`; ConfigError names the layer that cannot be laid."""
-    made = Stack()
+    made = Stack(is_choice)
     given = [parse_value(text.partition("=")[2]) for text in overrides if text.startswith("preset=")]
     if presets and not given and tables.get("preset"):
         with _blaming(origin):

@@ -8,10 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, BeforeValidator, ValidationError
+from pydantic.fields import FieldInfo
 
 from lockstep.config.base import Config, ConfigError
 from lockstep.config.layers import Stack, stack
+from lockstep.config.plugins import Chooser
 from lockstep.config.wording import in_plain_words
 
 Model = TypeVar("Model", bound=Config)
@@ -26,7 +28,7 @@ def resolve(
     model: type[Model], tables: Mapping[str, Any], overrides: Sequence[str], origin: str
 ) -> tuple[Model, Stack]:
     """The validated model, and the layers it came from. `origin` is what complaints call the tables."""
-    layers = stack(tables, overrides, origin, model.presets)
+    layers = stack(tables, overrides, origin, model.presets, lambda key: _is_choice(model, key))
     return _validate(model, layers.tables, lambda key: layers.blames(key, origin)), layers
 
 
@@ -58,7 +60,7 @@ def _explain(model: type[BaseModel], error: Any, blames: Callable[[str], str]) -
     place = ".".join(loc)
     origin = blames(place)
     if error["type"] == "extra_forbidden":
-        known = _fields(model, loc[:-1])
+        known = list(_fields(model, loc[:-1]))
         near = difflib.get_close_matches(loc[-1], known, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]!r}?" if near else f"known here: {', '.join(known)}"
         return f"{origin}: unknown key {place!r}; {hint}"
@@ -69,14 +71,23 @@ def _explain(model: type[BaseModel], error: Any, blames: Callable[[str], str]) -
     return f"{origin}: {place}: {message}{shown}" if place else f"{origin}: {message}"
 
 
-def _fields(model: type[BaseModel], loc: Sequence[str]) -> list[str]:
+def _fields(model: type[BaseModel], loc: Sequence[str]) -> Mapping[str, FieldInfo]:
+    """The keys of the table at `loc`; none if there is no such table."""
     for part in loc:
         info = model.model_fields.get(part)
         inner = _model_of(info.annotation) if info else None
         if inner is None:
-            return []
+            return {}
         model = inner
-    return list(model.model_fields)
+    return model.model_fields
+
+
+def _is_choice(model: type[BaseModel], key: str) -> bool:
+    """Whether `key` picks a plug-in."""
+    *tables, leaf = key.split(".")
+    info = _fields(model, tables).get(leaf)
+    metadata = info.metadata if info else ()
+    return any(isinstance(item, BeforeValidator) and isinstance(item.func, Chooser) for item in metadata)
 
 
 def _model_of(annotation: Any) -> type[BaseModel] | None:

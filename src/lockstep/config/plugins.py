@@ -38,7 +38,7 @@ def load_class(package: str, name: str) -> type:
     if ":" in name:
         return _load_foreign(name)
     if name not in choices(package):
-        raise ConfigError(unknown(f"{package.rsplit('.', 1)[-1].rstrip('s')}", name, choices(package)))
+        raise ConfigError(unknown(_kind(package), name, choices(package)))
     module = import_module(f"{package}.{name}")
     wanted = name.replace("_", "")
     found = [obj for key, obj in vars(module).items() if key.lower() == wanted and isinstance(obj, type)]
@@ -83,6 +83,11 @@ def _load_file(path: Path) -> ModuleType:
     return module
 
 
+def _kind(package: str) -> str:
+    """What one of its files is: a surrogate."""
+    return package.rpartition(".")[2].rstrip("s")
+
+
 def unknown(kind: str, name: str, known: list[str]) -> str:
     near = difflib.get_close_matches(name, known, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
@@ -116,30 +121,39 @@ class Plugin(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Chooser:
-    """Reads a name, or a table with `name`, as a plugin of `package`; with `several`, a list of them too."""
+    """Reads a name, or a table with `name`, as a plugin of `package`; with `several`, a list of them too.
+
+    `nothing` is a name for none of them, where the field may be None.
+    """
 
     package: str
     several: bool = False
+    nothing: str | None = None
 
     def __call__(self, value: object) -> Plugin | tuple[Plugin, ...] | None:
         if self.several and isinstance(value, list | tuple):
             return tuple(map(self._read, value))
-        return None if value is None else self._read(value)  # None: only where the field allows it
+        return None if value in (None, self.nothing) else self._read(value)
+
+    @property
+    def names(self) -> list[str]:
+        return [*([self.nothing] if self.nothing else []), *choices(self.package)]
 
     def _read(self, value: object) -> Plugin:
         if isinstance(value, Plugin):
             return value
         table = {"name": value} if isinstance(value, str) else value
         if not isinstance(table, Mapping) or not isinstance(table.get("name"), str):
-            raise ConfigError(f"expected a name or a table with `name`; choices: {', '.join(choices(self.package))}")
-        options = {k: v for k, v in table.items() if k != "name"}
-        cls = load_class(self.package, table["name"])
-        return Plugin(package=self.package, name=table["name"], options=_check(cls, table["name"], options))
+            raise ConfigError(f"expected a name or a table with `name`; choices: {', '.join(self.names)}")
+        name, options = table["name"], {k: v for k, v in table.items() if k != "name"}
+        if ":" not in name and name not in choices(self.package):
+            raise ConfigError(unknown(_kind(self.package), name, self.names))
+        return Plugin(package=self.package, name=name, options=_check(load_class(self.package, name), name, options))
 
 
-def plugin(package: str, several: bool = False) -> BeforeValidator:
+def plugin(package: str, several: bool = False, nothing: str | None = None) -> BeforeValidator:
     """Validator for a field of type Plugin (with `several`: or a tuple of them) that picks from `package`."""
-    return BeforeValidator(Chooser(package, several))
+    return BeforeValidator(Chooser(package, several, nothing))
 
 
 def _check(cls: type, name: str, options: dict[str, Any]) -> dict[str, Any]:

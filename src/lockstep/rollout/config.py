@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
 from lockstep.config import Config, Plugin, plugin
 from lockstep.quant import FORMATS
+from lockstep.quant.ladder import HIGH
 from lockstep.types import SamplingParams
 
 UpdatePolicy = Literal["keep_kv", "reprefill", "drain"]
-
-
-def _high_is_none(value: object) -> object:
-    return None if value == "high" else value
 
 
 class RolloutConfig(Config):
@@ -22,7 +19,7 @@ class RolloutConfig(Config):
 
     engine: Annotated[Plugin, plugin("lockstep.rollout.engines")] = Field(default="embedded", validate_default=True)  # type: ignore[assignment]
     """what samples"""
-    precision: Annotated[Plugin | None, plugin(FORMATS), BeforeValidator(_high_is_none)] = None
+    precision: Annotated[Plugin | None, plugin(FORMATS, nothing=HIGH)] = None
     """low-bit format of the engine's matrices; unset, or "high": the precision the learner computes in"""
     max_tokens: int = Field(default=256, ge=1)
     """longest answer; a longer one is cut off and counted as truncated"""

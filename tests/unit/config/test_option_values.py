@@ -13,6 +13,8 @@ from lockstep.config import ConfigError, load
     ("override", "complaint"),
     [
         ('rollout.precision={name="w4a16",bits=2}', "w4a16 has no options, not 'bits'"),
+        ("rollout.precision=int9", r"unknown format 'int9': choices: high, fp8_w8a8, int8_w8a8, w4a16, w4a8"),
+        ("algorithm.surrogate.cap=2", "unknown option of grpo 'cap': choices: eps"),
         ('algorithm.correction={name="tis",cap=inf}', r"finite number \(got inf\)"),
         ('algorithm.correction={name="tis",cap=-2}', r"\(got -2\)"),
         ('algorithm.correction={name="veto",low=10}', r"\(got 10\)"),

@@ -115,6 +115,13 @@ def test_options_reach_the_plugin(tmp_path: Path) -> None:
     assert type(loaded.surrogate.build()) is loaded.surrogate.cls
 
 
+def test_an_option_is_set_beside_the_name_of_its_plugin(tmp_path: Path) -> None:
+    named = 'name = "a"\nsurrogate = "dapo"'
+    assert recipe(tmp_path, named, "surrogate.high=0.5").model_dump()["surrogate"] == {"name": "dapo", "high": 0.5}
+    with pytest.raises(ConfigError, match=r"unknown option of dapo 'cap': choices: low, high"):
+        recipe(tmp_path, named, "surrogate.cap=2")
+
+
 def test_options_have_the_types_of_their_fields(tmp_path: Path) -> None:
     loaded = recipe(tmp_path, 'name = "a"\nsurrogate = {name = "dapo", high = "2"}')
     assert loaded.surrogate.options == {"high": 2.0}
