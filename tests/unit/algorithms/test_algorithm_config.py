@@ -38,15 +38,15 @@ REFUSED = {
     "no correction at all": ("grpo", [], r'empty list of corrections; say "none"'),
     "not one of ours": ("grpo", ["tis", "vetto"], r"unknown correction 'vetto': did you mean 'veto'\?"),
     "not a name": ("grpo", ["tis", 3], r"expected a name or a table with `name`"),
-    "a cap of nothing": ("grpo", {"name": "tis", "cap": 0}, r"tis\.cap: .*greater than 0"),
+    "a cap of nothing": ("grpo", {"name": "tis", "cap": 0}, r"tis\.cap: .*above 0"),
     "a band inside out": (
         "tbpo",
         {"name": "geo_tis_band", "cap": 0.5},
-        r"band\.cap: .*greater than or equal to 1",
+        r"band\.cap: .*at least 1",
     ),
     "a band upside down": ("grpo", {"name": "icepop", "low": 6}, r"icepop: low = 6 is above high = 5"),
     "bounds upside down": ("grpo", {"name": "mis", "low": 3}, r"mis: low = 3 is above high = 2"),
-    "a clip range of nothing": ({"name": "gspo", "low": -1}, None, r"gspo\.low: .*greater than 0"),
+    "a clip range of nothing": ({"name": "gspo", "low": -1}, None, r"gspo\.low: .*above 0"),
 }
 
 
