@@ -311,7 +311,8 @@ class _Run:
             await roles.learner.load(self.warmup_folder)
             supervised = self._supervised(roles)
             supervised.skip(self.recipe.warmup.steps)
-            self.view.phase("control (supervised learning alone), seconds", round(progress.train_seconds))
+            about = "supervised learning alone for as long as RL took"
+            self.view.phase("control", round(progress.train_seconds), unit="s", about=about)
             await supervised.run_for(progress.train_seconds, lambda gone: self.view.log(int(gone), {}))
             self.recorder.log(progress.step, await self._evaluate_control(roles))
         finally:

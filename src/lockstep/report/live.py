@@ -81,12 +81,13 @@ _ROWS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
 
 @dataclass(slots=True)
 class Phase:
-    """What the run does now: step `step` of `total` (0: unknown), having begun at `first`."""
+    """What the run does now: `step` of `total` (0: unknown), having begun at `first`; steps, if no unit says else."""
 
     name: str = "starting"
     total: int = 0
     first: int = 0
     step: int = 0
+    unit: str = ""  # "s"
     since: float = field(default_factory=time.monotonic)
 
     def eta(self) -> float | None:
@@ -97,7 +98,8 @@ class Phase:
         return max(self.total - self.step, 0) * (time.monotonic() - self.since) / done
 
     def __str__(self) -> str:
-        return f"{self.name} {self.step}/{self.total}" if self.total else f"{self.name} {self.step}"
+        unit = f" {self.unit}" if self.unit else ""
+        return f"{self.name} {self.step}/{self.total}{unit}" if self.total else f"{self.name} {self.step}{unit}"
 
 
 class LiveView:
@@ -129,11 +131,15 @@ class LiveView:
         if self._live:
             self._live.stop()
 
-    def phase(self, name: str, total: int, done: int = 0) -> None:
-        """`done` of `total` steps are behind it already: a resumed run starts in the middle."""
-        self._phase = Phase(name, total, first=done, step=done)
+    def phase(self, name: str, total: int, done: int = 0, unit: str = "", about: str = "") -> None:
+        """`done` of `total` steps, or of `unit`s, are behind it already: a resumed run starts in the middle.
+
+        `about` says what it is where the name alone does not.
+        """
+        self._phase = Phase(name, total, first=done, step=done, unit=unit)
         if not self._live:
-            self._print(f"{name}: {total - done} steps" if total else name)
+            length = f"{total - done} {unit or 'steps'}"
+            self._print(f"{name}: {', '.join(filter(None, (about, length)))}" if total else name)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._phase.step = step

@@ -35,6 +35,15 @@ def test_without_a_terminal_each_step_is_one_plain_line() -> None:
     assert lines[2:] == ["step 3 checkpoint: saved [bold]it[/bold]"]
 
 
+def test_a_phase_says_what_it_counts() -> None:
+    console = Console(file=io.StringIO(), width=80)
+    with LiveView("demo", console=console) as view:
+        view.phase("loading", 0)
+        view.phase("control", 60, unit="s", about="supervised learning alone for as long as RL took")
+    assert text(console).splitlines() == ["loading", "control: supervised learning alone for as long as RL took, 60 s"]
+    assert str(Phase("control", 60, step=12, unit="s")) == "control 12/60 s"
+
+
 def test_plain_can_be_asked_for_in_a_terminal() -> None:
     console = terminal()
     with LiveView("demo", plain=True, console=console) as view:
