@@ -83,6 +83,18 @@ class AlgorithmConfig(Config):
         """Whether groups without signal are replaced."""
         return self.companions.dynamic_sampling if self.dynamic_sampling is None else self.dynamic_sampling
 
+    def written_out(self) -> AlgorithmConfig:
+        """The same, with the surrogate's usual companions named where none was given."""
+        given = self.correction_plugins
+        return self.model_copy(
+            update={
+                "advantage": self.advantage_plugin,
+                "correction": given[0] if len(given) == 1 else given,
+                "reduction": self.reduction_plugin,
+                "dynamic_sampling": self.replaces_groups,
+            }
+        )
+
     @property
     def needs_values(self) -> bool:
         """Whether the learner needs a value head."""

@@ -10,10 +10,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from lockstep.assembly.estimate import estimate
+from lockstep.assembly.estimate import GIB, estimate
 from lockstep.assembly.recipe import Recipe
 from lockstep.assembly.run import train as run_training
 from lockstep.cli import recipe_files
+from lockstep.cli.options import bytes_text
 from lockstep.config import ConfigError, resolve
 from lockstep.config.layers import Stack
 from lockstep.config.loading import read_tables
@@ -86,15 +87,28 @@ def _choose(
 
 
 def _show(recipe: Recipe, layers: Stack, console: Console) -> None:
-    resolved = to_toml(recipe.model_dump(mode="json", exclude_none=True), origin=layers.origin)
+    """The recipe with everything its method brings along, as TOML that could be trained from, and what it needs."""
+    whole = recipe.model_copy(update={"algorithm": recipe.algorithm.written_out()})
+    usual = f"usual with {recipe.algorithm.surrogate.name}"
+    unset = {f"algorithm.{key}" for key, value in recipe.algorithm if value is None}
+    resolved = to_toml(
+        whole.model_dump(mode="json", exclude_none=True),
+        origin=lambda key: usual if unset & {key, key.rpartition(".")[0]} else layers.origin(key),
+    )
     console.print(resolved, markup=False, highlight=False, soft_wrap=True)
-    parts = estimate(recipe)
+    console.print(_memory(estimate(recipe)))
+
+
+def _memory(parts: Mapping[str, float]) -> Table:
     table = Table(title="memory, about", show_header=False)
+    table.add_column()
+    table.add_column(justify="right")
     for name, gib in parts.items():
-        table.add_row(name, f"{gib:.2f} GiB")
+        if gib:
+            table.add_row(name, bytes_text(gib * GIB))
     table.add_section()
-    table.add_row("together", f"{sum(parts.values()):.2f} GiB")
-    console.print(table)
+    table.add_row("together", bytes_text(sum(parts.values()) * GIB))
+    return table
 
 
 def to_toml(tables: Mapping[str, Any], prefix: str = "", origin: Callable[[str], str | None] = lambda key: None) -> str:
