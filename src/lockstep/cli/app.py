@@ -103,7 +103,11 @@ def export(
     ],
     out: Annotated[Path, typer.Argument(help="folder to make")],
     precision: Annotated[
-        str | None, typer.Option(help="int8_w8a8, fp8_w8a8, w4a16 or w4a8; by default what the run sampled in")
+        str | None,
+        typer.Option(
+            help="int8_w8a8, fp8_w8a8, w4a16 or w4a8, options after colons: fp8_w8a8:block=true; "
+            "by default what the run sampled in"
+        ),
     ] = None,
 ) -> None:
     """Write a checkpoint in low bits (compressed-tensors), for vLLM and transformers to load.
@@ -116,6 +120,7 @@ def export(
 
     * `lockstep export runs/aligned runs/aligned-w4a16`
     * `lockstep export runs/quickstart quickstart-w4a16 --precision w4a16`
+    * `lockstep export path/to/model model-fp8 --precision fp8_w8a8:block=true`
     """
     from lockstep.cli.exporting import export_checkpoint
 
