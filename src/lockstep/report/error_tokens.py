@@ -11,6 +11,7 @@ from lockstep.report.sections import escape, number, percent
 from lockstep.types import FLAWS
 
 _EXAMPLES = 6
+_IN_WORDS = {"repetition": "repeat themselves", "garble": "are garbled"}
 
 
 def error_tokens(run: History, answers: Sequence[Row]) -> str:
@@ -20,15 +21,19 @@ def error_tokens(run: History, answers: Sequence[Row]) -> str:
         return ""
     cards = "".join(_card(answer) for answer in reversed(flawed[-_EXAMPLES:]))
     return (
-        f"<h2>Error tokens <small>{escape(_shares(run))}</small></h2>"
+        "<h2>Error tokens <small>answers that repeat themselves or turned to garble</small></h2>"
+        f'<p class="about">{escape(_shares(run))}The latest of them:</p>'
         f'<div class="answers" id="error-tokens">{cards}</div>'
     )
 
 
 def _shares(run: History) -> str:
+    """A sentence, if the run measured them."""
     series = {name: run.series[f"rollout/{name}"] for name in FLAWS if f"rollout/{name}" in run.series}
-    shares = [f"{name} {percent(s.first)} → {percent(s.last)}" for name, s in series.items()]
-    return f"share of the answers below their group's mean: {', '.join(shares)}" if shares else ""
+    shares = [f"{percent(s.last)} {_IN_WORDS[name]} (first step: {percent(s.first)})" for name, s in series.items()]
+    if not shares:
+        return ""
+    return f"Of the answers with a reward below their group's mean, at the last step: {', '.join(shares)}. "
 
 
 def _card(answer: Row) -> str:

@@ -56,7 +56,7 @@ def test_answers_that_fell_apart_are_shown_and_counted(folder: RunFolder) -> Non
             recorder.log(step, {"rollout/repetition": 0.25 if step == 1 else 0.5, "rollout/garble": 0.0})
     assert 30 in [row["step"] for row in excerpts(folder, each=1)]
     page = page_of(folder)
-    assert "repetition 25.0% → 50.0%, garble 0.0% → 0.0%" in page
+    assert "50.0% repeat themselves (first step: 25.0%), 0.0% are garbled (first step: 0.0%)" in page
     section = page.partition('id="error-tokens"')[2].partition("<h2")[0]
     assert section.count("<article") == 1
     assert "step 30 · reward 0.5 · 4 tokens · train/30" in section
