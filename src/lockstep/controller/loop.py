@@ -311,7 +311,7 @@ class Controller:
             self.roles.recorder.event(self.progress.step, "rewards-failed", text)
         self._idleness.note(self.progress.step, self._why_idle(result, tally))
         metrics = {**result.metrics, **tally.metrics(), **times, "time/rollout": engine["busy_seconds"]}
-        busy = times["time/sync"] + result.metrics["time/learn"] + engine["busy_seconds"]
+        busy = times["time/sync"] + times["time/audit"] + result.metrics["time/learn"] + engine["busy_seconds"]
         metrics["time/wait"] = max(0.0, times["time/total"] - busy)  # sampling and learning may overlap
         metrics["perf/preemptions"] = engine["preemptions"]
         if engine["busy_seconds"]:
