@@ -12,6 +12,9 @@ from numpy.typing import NDArray
 from lockstep.report.history import History, Series
 
 MAX_POINTS = 600  # per line: more than the pixels of a chart
+NUM_COLORS = 10
+PHASES = ("rollout", "learn", "wait", "sync", "eval", "save", "audit", "warm-up", "control")
+"""What time goes to, as charts stack it: a phase has the same colour in every run."""
 _CURVES = 3  # steps shown on the F(tau) chart: first, middle, last
 
 Format = Literal["number", "percent", "seconds", "scientific"]
@@ -159,6 +162,11 @@ class Panel:
     scatter: bool = False  # dots in the unit square, and its diagonal
     tall: bool = False
 
+    @property
+    def is_zero(self) -> bool:
+        """Nothing but zeros: a sentence says as much as a drawing."""
+        return all((line.y == 0).all() for line in self.lines)
+
 
 def panels(runs: Sequence[History]) -> list[Panel]:
     """The charts that have data, in order. Several runs are overlaid: one line each, the chart's first metric."""
@@ -220,8 +228,16 @@ def _stack(series: dict[str, Series]) -> list[Line]:
     parts = np.array_split(np.arange(len(steps)), min(len(steps), MAX_POINTS // 3))
     x = np.array([steps[part[-1]] for part in parts])
     layers = {label: _filled(s, steps) for label, s in series.items()}
-    order = sorted(layers, key=lambda label: -layers[label].sum())
-    return [Line(label, x, np.array([layers[label][p].mean() for p in parts]), i) for i, label in enumerate(order)]
+    return [
+        Line(label, x, np.array([layers[label][part].mean() for part in parts]), phase_color(label))
+        for label in sorted(layers, key=phase_color)
+        if layers[label].any()
+    ]
+
+
+def phase_color(name: str) -> int:
+    """Also where it stands among the others; the last for what is none of them."""
+    return PHASES.index(name) if name in PHASES else len(PHASES)
 
 
 def _filled(series: Series, steps: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from typing import Any
@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lockstep.report.jsonl import Row
-from lockstep.report.run_folder import RunFolder
+from lockstep.report.run_folder import RunFolder, is_warmup
 
 _CLOCK = frozenset({"step", "wall"})
 
@@ -66,18 +66,21 @@ class History:
     name: str
     series: dict[str, Series]
     seconds: float  # wall time the run was at work, without the gaps between a stop and its resume
+    supervised: dict[str, float] = field(default_factory=dict)  # of those, of the warm-up and of the control
     config: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, Any] = field(default_factory=dict)
     events: list[Row] = field(default_factory=list)
 
     @classmethod
     def read(cls, folder: RunFolder) -> History:
-        series = collect(folder.read_metrics())
+        supervised: dict[str, float] = {}
+        series = collect(_timing(folder.read_metrics(), supervised))
         clock = series.pop("time", None)
         return cls(
             name=folder.name,
             series=series,
             seconds=float(clock.values.max()) if clock else 0.0,
+            supervised=supervised,
             config=folder.read_config(),
             environment=folder.read_environment(),
             events=list(folder.read_events()),
@@ -101,6 +104,17 @@ class History:
         _, left, right = np.intersect1d(speed.steps, busy.steps, return_indices=True)
         tokens = speed.values[left] * busy.values[right]
         return float(tokens[np.isfinite(tokens)].sum())
+
+
+def _timing(rows: Iterable[Row], supervised: dict[str, float]) -> Iterator[Row]:
+    """The rows, adding up on the way how long supervised learning took, which no step counts: from row to row."""
+    before = 0.0
+    for row in rows:
+        phase = "warm-up" if is_warmup(row) else "control" if "control/accuracy" in row else None
+        if phase:
+            supervised[phase] = supervised.get(phase, 0.0) + row["time"] - before
+        before = row["time"]
+        yield row
 
 
 def collect(rows: Iterable[Row]) -> dict[str, Series]:

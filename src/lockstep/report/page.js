@@ -18,7 +18,7 @@ function shape(tag, attributes, text) {
   return node;
 }
 
-const color = (line) => `var(--c${line.color % 8})`;
+const color = (line) => `var(--c${line.color % 10})`;
 
 // ---- numbers
 
@@ -284,6 +284,7 @@ function badge(answer) {
 function card(answer) {
   const stop = answer.stop_reason === "length" ? "cut off" : answer.stop_reason;
   const top = element("div", { class: "top" }, badge(answer), `step ${answer.step}`, element("span", {}, `${answer.num_tokens} tokens, ${stop}`), element("span", {}, answer.sample));
+  if (answer.times > 1) top.append(element("span", {}, `said ${answer.times} times`));
   const node = element("article", { class: "card answer" }, top);
   for (const message of answer.prompt) {
     node.append(element("pre", { class: "prompt" }, answer.prompt.length > 1 ? `${message.role}: ${message.content}` : message.content));
@@ -294,6 +295,17 @@ function card(answer) {
   const reasons = element("ul", {}, ...[parts, ...answer.reasons].filter(Boolean).map((reason) => element("li", {}, reason)));
   if (reasons.childElementCount) node.append(reasons);
   return node;
+}
+
+// An answer to each prompt before a second one to any.
+function spread(answers) {
+  const seen = new Map();
+  const turns = answers.map((answer) => {
+    const turn = seen.get(answer.sample) ?? 0;
+    seen.set(answer.sample, turn + 1);
+    return { answer, turn };
+  });
+  return turns.sort((a, b) => a.turn - b.turn).map(({ answer }) => answer);
 }
 
 const judged = data.samples.filter((a) => a.reward !== null);
@@ -349,7 +361,8 @@ class Browser {
 
   pair() {
     const found = data.samples.filter((answer) => this.matches(answer));
-    const first = found.slice(0, 4), last = found.slice(first.length).slice(-4).reverse();
+    const first = spread(found).slice(0, 4);
+    const last = spread(found.filter((answer) => !first.includes(answer)).reverse()).slice(0, 4);
     const column = (title, answers) => element("div", { class: "answers" }, element("h3", {}, title), ...answers.map(card));
     return [element("div", { class: "pair" }, column("First steps", first), column("Last steps", last))];
   }

@@ -25,12 +25,13 @@ from lockstep.report.run_folder import RunFolder
 def write_report(folder: RunFolder) -> Path:
     """Writes `report.html` and `plots/*.png` from what the run has logged so far; returns the page's path."""
     run = History.read(folder)
-    charts, answers = panels([run]), excerpts(folder)
+    charts, zero = _drawn(panels([run]))
+    answers = excerpts(folder)
     body = [
         sections.header(run),
         banner(run),
         sections.tiles(run),
-        sections.charts(charts),
+        sections.charts(charts, zero),
         disagreement(run),
         sections.time_split([run]),
         governor(run),
@@ -50,15 +51,20 @@ def write_comparison(folders: Sequence[RunFolder], path: Path) -> Path:
     if len(folders) < 2:
         raise ValueError(f"a comparison needs two runs or more, got {len(folders)}")
     runs = [History.read(folder) for folder in folders]
-    charts = panels(runs)
+    charts, zero = _drawn(panels(runs))
     body = [
         sections.comparison(runs),
-        sections.charts(charts),
+        sections.charts(charts, zero),
         sections.time_split(runs),
         sections.differences(runs),
     ]
     write_atomically(path, render("Comparison · Lockstep", body, charts))
     return path
+
+
+def _drawn(found: Sequence[Panel]) -> tuple[list[Panel], list[Panel]]:
+    """Those with something to draw, and those that are 0 throughout."""
+    return [panel for panel in found if not panel.is_zero], [panel for panel in found if panel.is_zero]
 
 
 def _marks(run: History) -> list[int]:

@@ -14,13 +14,15 @@ from lockstep.report.charts import Panel, panels
 from lockstep.report.history import History
 from lockstep.report.run_folder import RunFolder
 
-COLORS = ("#2563eb", "#e07b00", "#0a9271", "#9333ea", "#dc2f55", "#0891b2", "#7c6f64", "#b59a00")
+COLORS = (
+    "#2563eb", "#e07b00", "#0a9271", "#9333ea", "#dc2f55", "#0891b2", "#7c6f64", "#b59a00", "#65a30d", "#64748b"
+)  # fmt: skip
 
 
 def write_plots(folder: RunFolder) -> list[Path]:
-    """Draws every chart that has data into `plots/`; returns the files."""
+    """Draws every chart that has something to show into `plots/`; returns the files."""
     folder.plots.mkdir(exist_ok=True)
-    found = panels([History.read(folder)])
+    found = [panel for panel in panels([History.read(folder)]) if not panel.is_zero]
     paths = [folder.plots / f"{panel.chart.key}.png" for panel in found]
     for panel, path in zip(found, paths, strict=True):
         draw(panel, path)

@@ -141,7 +141,7 @@ class RunFolder:
         The warm-up counts its own steps and comes before step 0, so its rows stay. `rewind(-1)` forgets
         everything, for a run that stopped before its first checkpoint.
         """
-        keep_rows(self.metrics, lambda row: row["step"] <= step or (step >= 0 and _is_warmup(row)))
+        keep_rows(self.metrics, lambda row: row["step"] <= step or (step >= 0 and is_warmup(row)))
         keep_rows(self.samples, lambda row: row["step"] <= step)
         keep_rows(self.events, lambda row: row["step"] <= step)
 
@@ -151,7 +151,8 @@ def _by_number(checkpoint: Path) -> tuple[int, str]:
     return len(checkpoint.name), checkpoint.name
 
 
-def _is_warmup(row: Row) -> bool:
+def is_warmup(row: Row) -> bool:
+    """Whether it was logged by the warm-up, which counts its own steps."""
     names = row.keys() - _CLOCK
     return bool(names) and all(name.startswith("warmup/") for name in names)
 

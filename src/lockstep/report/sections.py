@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.report.charts import Panel
+from lockstep.report.charts import NUM_COLORS, Panel, phase_color
 from lockstep.report.health import Reading, readings
 from lockstep.report.history import History, Series
 from lockstep.report.jsonl import Row
@@ -40,7 +40,9 @@ def duration(seconds: float) -> str:
     hours, minutes = divmod(minutes, 60)
     if hours:
         return f"{hours} h {minutes:02d} min"
-    return f"{minutes} min {rest:02d} s" if minutes else f"{seconds:.1f} s"
+    if minutes:
+        return f"{minutes} min {rest:02d} s"
+    return f"{seconds:.1f} s" if seconds >= 1 else f"{1e3 * seconds:.0f} ms"
 
 
 def count(value: float) -> str:
@@ -115,45 +117,60 @@ def _tile(label: str, value: str, note: str) -> str:
     )
 
 
-def charts(panels: Sequence[Panel]) -> str:
-    if not panels:
+def charts(panels: Sequence[Panel], zero: Sequence[Panel]) -> str:
+    """A place for each of `panels`, and a line about those that have nothing to draw."""
+    if not panels and not zero:
         return ""
     figures = "".join(f'<figure class="card" data-panel="{i}"></figure>' for i in range(len(panels)))
     smooth = '<label>Smoothing <input id="smooth" type="range" min="0" max="0.95" step="0.05" value="0"></label>'
     return (
         f'<h2>Charts</h2><div class="tools">{smooth}</div><div class="charts">{figures}</div>'
-        "<noscript>The charts and samples need JavaScript; plots/ holds the charts as images.</noscript>"
+        f"{_zero(zero)}<noscript>The charts and samples need JavaScript; plots/ holds the charts as images.</noscript>"
     )
 
 
+def _zero(panels: Sequence[Panel]) -> str:
+    titles = "; ".join(panel.chart.title for panel in panels)
+    return f'<p class="zero">0 throughout, so not drawn: {escape(titles)}.</p>' if panels else ""
+
+
 def time_split(runs: Sequence[History]) -> str:
-    """Sums of time/* over the run. Phases that overlap are each counted, so they may exceed the wall time."""
     bars = [_bar(run, titled=len(runs) > 1) for run in runs]
-    return f"<h2>Where the time went</h2>{''.join(bars)}" if any(bars) else ""
+    note = "the whole run; what overlaps, as sampling and learning may, is counted in each"
+    return f"<h2>Where the time went <small>{note}</small></h2>{''.join(bars)}" if any(bars) else ""
+
+
+def _times(run: History) -> dict[str, float]:
+    """Seconds by phase, over the run: of the steps and what comes between them, of supervised learning, and the rest
+    (loading a model, writing reports)."""
+    logged = {name.removeprefix("time/"): float(s.finite.sum()) for name, s in run.match("time/*").items()}
+    logged.pop("total", None)
+    parts = logged | run.supervised
+    rest = {"other": run.seconds - sum(parts.values())} if parts else {}
+    return {name: s for name, s in sorted((parts | rest).items(), key=lambda part: phase_color(part[0])) if s > 0}
 
 
 def _bar(run: History, titled: bool) -> str:
-    parts = {
-        name.removeprefix("time/"): float(s.finite.sum())
-        for name, s in run.match("time/*").items()
-        if name != "time/total"
-    }
-    parts = {name: seconds for name, seconds in sorted(parts.items(), key=lambda part: -part[1]) if seconds > 0}
+    parts = _times(run)
     whole = sum(parts.values())
     if not whole:
         return ""
-    colors = [f"var(--c{i % 8})" for i in range(len(parts))]
+    colors = [f"var(--c{phase_color(name)})" for name in parts]
     segments = "".join(
         f'<i style="flex:{seconds / whole:.5f};background:{color}" title="{escape(name)}"></i>'
         for color, (name, seconds) in zip(colors, parts.items(), strict=True)
     )
     legend = "".join(
         f'<span><span class="dot" style="background:{color}"></span>{escape(name)} '
-        f"<b>{duration(seconds)}</b> {100 * seconds / whole:.0f}%</span>"
+        f"<b>{duration(seconds)}</b> {_share(seconds / whole)}</span>"
         for color, (name, seconds) in zip(colors, parts.items(), strict=True)
     )
     title = f"<h3>{escape(run.name)}</h3>" if titled else ""
     return f'<div class="card split">{title}<div class="bar">{segments}</div><div class="legend">{legend}</div></div>'
+
+
+def _share(value: float) -> str:
+    return f"{value:.0%}" if value >= 0.005 else "&lt;1%"
 
 
 def samples(shown: Sequence[Row]) -> str:
@@ -269,7 +286,7 @@ def comparison(runs: Sequence[History]) -> str:
 
 
 def _comparison_row(run: History, names: Sequence[str], index: int) -> str:
-    dot = f'<span class="dot" style="background:var(--c{index % 8})"></span>'
+    dot = f'<span class="dot" style="background:var(--c{index % NUM_COLORS})"></span>'
     values = [number(run.series[name].last) if name in run.series else "–" for name in names]
     cells = "".join(f'<td class="num" style="text-align:left">{value}</td>' for value in values)
     return f"<td>{dot}{escape(run.name)}</td><td>{run.num_steps:,}</td><td>{duration(run.seconds)}</td>{cells}"

@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lockstep.report.charts import MAX_POINTS
+from lockstep.report.charts import MAX_POINTS, NUM_COLORS, PHASES
 from lockstep.report.excerpts import excerpts
 from lockstep.report.jsonl import JsonlWriter
 from lockstep.report.page import write_comparison, write_report
+from lockstep.report.plots import COLORS
 from lockstep.report.recorder import RunRecorder
 from lockstep.report.run_folder import RunFolder
 
@@ -53,8 +54,8 @@ def test_an_empty_run_says_so(folder: RunFolder) -> None:
 
 def test_one_step_is_enough_for_every_chart(folder: RunFolder) -> None:
     with RunRecorder(folder) as recorder:
-        recorder.log(1, {"eval/accuracy": 0.25, "reward/mean": 0.5, "mismatch/k3": 0.0, "time/learn": 1.0})
-        recorder.log(1, {"mismatch/f2": 0.0, "mismatch/f10": 0.0})
+        recorder.log(1, {"eval/accuracy": 0.25, "reward/mean": 0.5, "mismatch/k3": 1e-9, "time/learn": 1.0})
+        recorder.log(1, {"mismatch/f2": 0.1, "mismatch/f10": 0.0})
         recorder.samples(1, make_group(0, 1.0))
     page = page_of(folder)
     titles = [panel["title"] for panel in data_of(page)["panels"]]
@@ -75,6 +76,59 @@ def test_one_step_is_enough_for_every_chart(folder: RunFolder) -> None:
         "reward.png",
         "time.png",
     ]
+
+
+def test_what_is_zero_throughout_is_told_and_not_drawn(folder: RunFolder) -> None:
+    with RunRecorder(folder) as recorder:
+        for step in range(3):
+            recorder.log(step, {"reward/mean": float(step), "mismatch/k3": 0.0, "rollout/lag_mean": 0.0})
+        recorder.log(3, {"rollout/truncated": math.nan})
+    page = page_of(folder)
+    assert [panel["title"] for panel in data_of(page)["panels"]] == ["Reward", "Cut off by the token limit"]
+    assert "0 throughout, so not drawn: Sampler–learner mismatch; Staleness." in page
+    assert sorted(p.name for p in folder.plots.iterdir()) == ["reward.png", "truncated.png"]
+
+
+def test_the_time_of_a_run_is_told_whole(folder: RunFolder) -> None:
+    rows: list[dict[str, float]] = [
+        {"step": 1, "time": 10, "warmup/loss": 1.0},
+        {"step": 2, "time": 20, "warmup/loss": 1.0},
+        {"step": 1, "time": 50, "time/total": 29, "time/rollout": 20, "time/learn": 9},
+        {"step": 1, "time": 60, "control/accuracy": 0.5},
+    ]
+    JsonlWriter(folder.metrics).append({"wall": 0, **row} for row in rows)
+    shown = re.findall(r"</span>([\w-]+) <b>(.*?)</b> (.*?)</span>", page_of(folder))
+    assert shown == [
+        ("rollout", "20.0 s", "33%"),
+        ("learn", "9.0 s", "15%"),
+        ("warm-up", "20.0 s", "33%"),
+        ("control", "10.0 s", "17%"),
+        ("other", "1.0 s", "2%"),
+    ]
+
+
+def test_a_phase_keeps_its_colour_between_runs(tmp_path: Path) -> None:
+    def colors(**seconds: float) -> dict[str, str]:
+        folder = RunFolder.create(tmp_path / "-".join(seconds))
+        with RunRecorder(folder) as recorder:
+            recorder.log(1, {f"time/{name}": value for name, value in seconds.items()})
+        page = page_of(folder)
+        (chart,) = [panel for panel in data_of(page)["panels"] if panel["title"] == "Time per step"]
+        bar = dict(re.findall(r'background:var\((--c\d+)\)" title="(\w+)"', page))
+        drawn = {line["label"]: f"--c{line['color']}" for line in chart["lines"]}
+        assert drawn == {name: color for color, name in bar.items() if name != "other"}
+        return drawn
+
+    one, other = colors(learn=2.0, rollout=1.0), colors(eval=9.0, rollout=4.0, learn=1.0)
+    assert one == {name: other[name] for name in one}
+
+
+def test_there_is_a_colour_for_everything_on_a_page_and_on_a_plot(folder: RunFolder) -> None:
+    page = page_of(folder)
+    assert len(PHASES) < NUM_COLORS == len(COLORS)
+    for index in range(NUM_COLORS):
+        assert len(re.findall(rf"--c{index}: #", page)) == 2, "light and dark"
+    assert f"line.color % {NUM_COLORS}" in page
 
 
 def test_values_that_are_not_finite_leave_gaps_and_raise_flags(folder: RunFolder) -> None:
@@ -152,6 +206,14 @@ def test_the_answers_shown_are_of_every_kind(folder: RunFolder) -> None:
                 recorder.samples(step, make_group(100 + step, {20: 1.0, 25: 0.0, 30: None}[step]))
     shown = excerpts(folder, each=1)
     assert [(row["step"], row["reward"]) for row in shown] == [(0, 0.5), (20, 1.0), (25, 0.0), (30, None), (49, 0.5)]
+
+
+def test_the_same_answer_of_a_group_is_shown_once(folder: RunFolder) -> None:
+    with RunRecorder(folder) as recorder:
+        recorder.samples(1, make_group(0, 1.0, 1.0, 0.0))
+        recorder.samples(2, make_group(0, 1.0))
+    shown = excerpts(folder)
+    assert [(row["step"], row["reward"], row["times"]) for row in shown] == [(1, 1.0, 2), (1, 0.0, 1), (2, 1.0, 1)]
 
 
 def test_a_comparison_overlays_runs_and_names_what_differs(tmp_path: Path) -> None:
