@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 
 from rich.console import Console
-from rich.table import Column, Table
+from rich.text import Text
 
 from lockstep.assembly.roles import Training, load_model
 from lockstep.cli.inference import checkpoint_and_recipe
@@ -32,26 +33,34 @@ def audit(checkpoint: str, overrides: Sequence[str], *, recipe: str | None, cons
 
     with console.status("loading both sides"):
         engine, learner = asyncio.run(run())
-    console.print(_table(engine, learner))
+    for line in listing(engine, learner):
+        console.print(line, highlight=False)
     if found := differences(engine, learner, aligned=True):
         asked = ", as learner.alignment = none asks" if chosen.learner.alignment == "none" else ""
         raise AuditFailed(f"{len(found)} of {len(learner)} weights differ{asked}: {found[0]}")
     console.print(f"{len(learner)} weights: same bytes, same format, same kernel on both sides")
 
 
-def _table(engine: Mapping[str, Operator], learner: Mapping[str, Operator]) -> Table:
-    """Layers that run the same way share a row: `model.layers.*.mlp.up_proj.weight`, 28 of them."""
-    rows: dict[tuple[str, str, str], list[bool]] = {}
+def listing(engine: Mapping[str, Operator], learner: Mapping[str, Operator]) -> Iterator[Text]:
+    """Weights under what runs them: names are long, and most weights of a model run the same way.
+
+    The same weight of several layers has a line for all: `model.layers.*.mlp.up_proj.weight  ×28`.
+    """
+    found: dict[tuple[str, str, bool], Counter[str]] = {}
     for name, ours in learner.items():
         theirs = engine[name]
-        key = (re.sub(r"\.\d+\.", ".*.", name), _runs(theirs), _runs(ours))
-        rows.setdefault(key, []).append(theirs.digest == ours.digest)
-    table = Table(Column("weight", overflow="fold"), "layers", "sampler runs", "learner runs", "published bytes")
-    for (name, sampler, learner_runs), same in rows.items():
-        alike = "the same" if sampler == learner_runs else f"[red]{learner_runs}[/red]"
-        bytes_ = "the same" if all(same) else f"[red]{same.count(False)} differ[/red]"
-        table.add_row(name, str(len(same)), sampler, alike, bytes_)
-    return table
+        runs = (_runs(theirs), _runs(ours), theirs.digest == ours.digest)
+        found.setdefault(runs, Counter())[re.sub(r"\.\d+\.", ".*.", name)] += 1
+    for (sampler, ours, same), names in found.items():
+        yield _heading(sampler, ours, same)
+        yield from (Text(f"  {name}  ×{number}") for name, number in names.items())
+
+
+def _heading(sampler: str, learner: str, same_bytes: bool) -> Text:
+    alike = sampler == learner
+    runs = f"{sampler} on both sides" if alike else f"{sampler} in the sampler, {learner} in the learner"
+    published = "same bytes" if same_bytes else "published bytes differ"
+    return Text(f"{runs}; {published}", style="bold" if alike and same_bytes else "bold red")
 
 
 def _runs(operator: Operator) -> str:
