@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Iterator
 from itertools import chain, groupby
 from pathlib import Path
+from textwrap import wrap
 
 from rich.console import Console, RenderableType
 from rich.padding import Padding
@@ -25,11 +26,11 @@ def explain(name: str | None, console: Console) -> None:
         _list_all(console)
         return
     for entry in find(name):
-        for block in _blocks(entry):
+        for block in _blocks(entry, console.width):
             console.print(block, highlight=False)
 
 
-def _blocks(entry: Entry) -> Iterator[RenderableType]:
+def _blocks(entry: Entry, width: int) -> Iterator[RenderableType]:
     yield Rule(Text.assemble((entry.name, "bold"), f" · {entry.kind}"), align="left", style="dim")
     yield Text(entry.summary)
     if entry.equation:
@@ -39,7 +40,9 @@ def _blocks(entry: Entry) -> Iterator[RenderableType]:
     if entry.notes:
         yield _indented(Text(_unwrapped(entry.notes)), above=1, indent=0)
     if entry.text:
-        yield _indented(Syntax(_narrow(entry.text), "toml", background_color="default", word_wrap=True), above=1)
+        yield _indented(
+            Syntax(_narrow(entry.text, width - INDENT), "toml", background_color="default", word_wrap=True), above=1
+        )
     if entry.options:
         yield _titled("Options")
         yield _options(entry)
@@ -118,10 +121,16 @@ def _in_short(summary: str) -> str:
     return re.sub(r" \([^()]*\)", "", summary)
 
 
-def _narrow(text: str, width: int = 76) -> str:
+def _narrow(text: str, width: int) -> str:
     """A preset with the source of a long line under it."""
-    lines = (line if len(line) <= width else line.replace("  # ", "\n    # ", 1) for line in text.strip().splitlines())
-    return "\n".join(lines)
+    return "\n".join(part for line in text.strip().splitlines() for part in _under(line, width))
+
+
+def _under(line: str, width: int) -> list[str]:
+    setting, comment, source = line.partition("  # ")
+    if len(line) <= width or not comment:
+        return [line]
+    return [setting, *wrap(source, max(width, 24), initial_indent="    # ", subsequent_indent="    # ")]
 
 
 def _near(path: Path) -> Path:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from rich.console import Console, Group, RenderableType
@@ -49,6 +49,17 @@ def clock(seconds: float) -> str:
 def one_line(text: str) -> str:
     """Without what would move the cursor or change colours: a model may say anything."""
     return "".join(char for char in " ".join(text.split()) if char.isprintable())
+
+
+def in_lines(fields: Iterable[str], width: int) -> str:
+    """Fields two spaces apart, on as many lines as it takes, none of them cut in two."""
+    first, *rest = fields
+    lines = [first]
+    for text in rest:
+        if len(lines[-1]) + 2 + len(text) > width:
+            lines.append("")
+        lines[-1] += f"  {text}"
+    return "\n".join(lines)
 
 
 def sparkline(values: list[float]) -> str:
@@ -177,7 +188,8 @@ class LiveView:
     def _plain_line(self, metrics: Mapping[str, float]) -> str:
         shown = [f"{label} {text(metrics[name])}" for name, label, text in _ROWS if name in metrics]
         eta = self._phase.eta()
-        return "  ".join([str(self._phase), *shown] + ([f"eta {clock(eta)}"] if eta else []))
+        fields = [str(self._phase), *shown, *([f"eta {clock(eta)}"] if eta else [])]
+        return in_lines(fields, self._console.width) if self._console.is_terminal else "  ".join(fields)
 
     # -- live; `render` runs in the display's thread, so it reads copies of what `log` appends to
 

@@ -112,6 +112,7 @@ def test_a_preset_is_told_with_its_sources() -> None:
     assert "neg_high = 7e-4" in output
     assert "App. B, Table 2" in output
     assert "not applied" in output
+    assert "\n      # GSM8K, at 1e-5" in said("qurl"), "what goes on in another line is a comment too"
 
 
 def test_the_list_has_every_name_once_a_family() -> None:

@@ -51,6 +51,17 @@ def test_plain_can_be_asked_for_in_a_terminal() -> None:
     assert "\x1b" not in text(console)
 
 
+def test_a_plain_line_is_broken_between_figures_in_a_narrow_terminal() -> None:
+    console = terminal(width=40)
+    with LiveView("demo", plain=True, console=console) as view:
+        view.phase("RL", 60)
+        view.log(1, METRICS)
+    assert text(console).splitlines()[1:3] == [
+        "RL 1/60  reward 0.5  mismatch k3 1.2e-06",
+        "  mismatch F(2) 0.0%  rollout tok/s 5.2k",
+    ]
+
+
 def test_the_terminal_is_restored_after_an_exception() -> None:
     console = terminal()
     with pytest.raises(KeyboardInterrupt), LiveView("demo", console=console):
