@@ -32,7 +32,7 @@ def test_a_rule_stops_a_run_which_goes_on_with_what_was_changed(tmp_path: Path, 
     assert resumed.returncode == 3, resumed.stderr
     assert "silent until step 6: enough" in resumed.stdout
     assert (
-        "held by the governor: algorithm.correction = icepop (the recipe says tis), "
+        "held by the governor: algorithm.correction = icepop high=2.0 (the recipe says tis), "
         "learner.learning_rate = 0.0025 (the recipe says 0.02)"
     ) in resumed.stdout
     rates = runs.metrics(run, "policy/learning_rate")

@@ -55,9 +55,15 @@ def _rate(recipe: Recipe, reached: float | None) -> float:
 
 
 def held(recipe: Recipe, progress: Progress) -> str:
-    """In words, the keys of the recipe that do not apply because the governor has gone further; empty if all do."""
+    """In words, what of the recipe does not apply because the governor has gone further, and what of the governor's
+    does not because the recipe now says something else; empty if there is nothing to tell."""
     differ = [f"{key} = {now} (the recipe says {own})" for key, own, now in _settings(recipe, progress) if now != own]
-    return f"held by the governor: {', '.join(differ)}" if differ else ""
+    told = [f"held by the governor: {', '.join(differ)}"] if differ else []
+    reached = Changes.of(progress.governor).correction
+    applies = as_governed(recipe, progress).algorithm.correction_plugins
+    if reached is not None and reached not in [correction.name for correction in applies]:
+        told.append(f"algorithm.correction = {_correction(recipe)} takes the place of the governor's {reached}")
+    return "; ".join(told)
 
 
 def _settings(recipe: Recipe, progress: Progress) -> Iterator[tuple[str, object, object]]:
@@ -72,7 +78,11 @@ def _settings(recipe: Recipe, progress: Progress) -> Iterator[tuple[str, object,
 
 
 def _correction(recipe: Recipe) -> str:
-    return ", ".join(correction.name for correction in recipe.algorithm.correction_plugins)
+    return ", ".join(_with_options(correction) for correction in recipe.algorithm.correction_plugins)
+
+
+def _with_options(plugin: Plugin) -> str:
+    return " ".join([plugin.name, *(f"{key}={value}" for key, value in plugin.options.items())])
 
 
 def in_words(precision: Plugin | None) -> str:

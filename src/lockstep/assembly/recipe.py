@@ -29,7 +29,7 @@ class Recipe(Config):
     presets: ClassVar[Presets | None] = PRESETS
     preset: str = ""
     """a paper's settings, under the recipe's own keys: see `lockstep explain`; on the command line, above them"""
-    name: str = Field(default="run", pattern=r"^[\w.-]+$")
+    name: str = Field(default="run", pattern=r"^[\w-][\w.-]*$")
     """folder of the run, under runs/"""
     seed: int = Field(default=0, ge=0, lt=2**63)
     """decides initial weights, order of prompts and every sampled token"""

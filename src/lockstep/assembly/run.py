@@ -80,6 +80,8 @@ def _lead_in(folder: RunFolder, recipe: Recipe, ranks: Ranks, resume: bool, plai
     found = checkpoints.latest() if resume else None
     if found:
         _refuse_another_run(recipe, folder)
+        if found[1].step > recipe.train.steps:
+            raise ConfigError(f"{folder.root} is at step {found[1].step} already; train.steps is {recipe.train.steps}")
     if resume:
         folder.rewind(found[1].step if found else -1)
     if found is None:

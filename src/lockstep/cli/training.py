@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lockstep.assembly.estimate import GIB, estimate
+from lockstep.assembly.governed import held
 from lockstep.assembly.recipe import Recipe
 from lockstep.assembly.run import train as run_training
 from lockstep.cli import recipe_files
@@ -18,6 +19,7 @@ from lockstep.cli.options import bytes_text
 from lockstep.config import ConfigError, resolve
 from lockstep.config.layers import Stack
 from lockstep.config.loading import read_tables
+from lockstep.controller.checkpoints import Checkpoints
 from lockstep.protocols import IDLE
 from lockstep.report.run_folder import RunFolder
 
@@ -35,6 +37,8 @@ def train(
     chosen, layers, root = _choose(recipe, overrides, resume, runs)
     if dry_run:
         _show(chosen, layers, console)
+        if resume is not None:
+            _show_held(chosen, root, console)
         return
     progress = run_training(chosen, root, resume=resume is not None, plain=plain)
     if progress is None:  # not rank 0
@@ -45,6 +49,13 @@ def train(
         console.print(f"warning: {idle}", style="yellow", markup=False, highlight=False, soft_wrap=True)
     places = f"  report      {folder.report}\n  checkpoint  {folder.result or 'none could be saved'}"
     console.print(places, markup=False, highlight=False, soft_wrap=True)
+
+
+def _show_held(recipe: Recipe, root: Path, console: Console) -> None:
+    """What a run that goes on would do otherwise than its recipe says."""
+    found = Checkpoints(RunFolder(root).checkpoints, recipe.checkpoint.keep).latest()
+    if found and (kept := held(recipe, found[1])):
+        console.print(f"# {kept}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _accuracy(folder: RunFolder) -> str:
@@ -74,6 +85,8 @@ def _choose(
 ) -> tuple[Recipe, Stack, Path]:
     if resume is not None:
         given = [recipe, *overrides] if recipe else list(overrides)  # after --resume the first word is an override too
+        if recipe and "=" not in recipe:
+            raise ConfigError(f"--resume takes overrides, such as train.steps=100, and no recipe: {recipe!r}")
         folder = RunFolder.open(resume)
         tables = folder.read_config()
         if not tables:

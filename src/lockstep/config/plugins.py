@@ -55,6 +55,8 @@ def name_of(cls: type) -> str:
 
 def _load_foreign(name: str) -> type:
     place, _, attribute = name.rpartition(":")
+    if "=" in attribute:
+        raise ConfigError(f'{name!r}: a recipe gives options as a table, {{name = "{place}", key = value}}')
     path = Path(place)
     try:
         module = _load_file(path) if path.suffix == ".py" else import_module(place)

@@ -11,7 +11,7 @@ from lockstep.controller.governor import Firing, Governor, GovernorConfig
 from lockstep.protocols import GOVERNOR, Learner, Recorder
 
 RATE_DIVISOR = 4  # what `lower_rate` divides the learning rate by
-LEAST_RATE = 1 / 64  # of the recipe's: below it a run hardly learns, and its trouble is another
+LEAST_RATE = 1 / 64  # of the full one: below it a run hardly learns, and its trouble is another
 
 
 class Halted(Exception):  # noqa: N818 - not an error
@@ -29,6 +29,7 @@ class Changes:
     precision: str | None = None  # of sampling
     max_staleness: int | None = None
     learning_rate: float | None = None
+    full_rate: float | None = None  # the one that was lowered first: what the least one is a share of
 
     @staticmethod
     def of(state: Mapping[str, Any]) -> Changes:
@@ -148,14 +149,14 @@ class Steward:
         now = self.reach.learning_rate
         if self.changes.learning_rate is not None:
             now = min(now, self.changes.learning_rate)
+        full = self.changes.full_rate or self.reach.learning_rate
         lower = now / RATE_DIVISOR
-        if lower < LEAST_RATE * self.reach.learning_rate:
-            share = now / self.reach.learning_rate
-            return f"cannot lower the learning rate: {now:g} is already {share:.1%} of the recipe's"
+        if lower < LEAST_RATE * full:
+            return f"cannot lower the learning rate: {now:g} is already {now / full:.2g} of {full:g}"
         if not self.active:
             return f"would lower the learning rate to {lower:g}"
         await self.learner.set_learning_rate(lower)
-        self.changes = replace(self.changes, learning_rate=lower)
+        self.changes = replace(self.changes, learning_rate=lower, full_rate=full)
         return f"lowered the learning rate to {lower:g}"
 
     def state(self) -> dict[str, Any]:

@@ -90,3 +90,20 @@ def make_recipe(**tables: Any) -> Recipe:
 
 def left_by(**changes: Any) -> Progress:
     return replace(START, governor={"changes": asdict(Changes(**changes))})
+
+
+def test_a_correction_that_is_no_rung_is_named() -> None:
+    chosen = make_recipe(algorithm={"surrogate": "grpo", "correction": "is"})
+    assert (
+        held(chosen, left_by(correction="icepop"))
+        == "algorithm.correction = is takes the place of the governor's icepop"
+    )
+    assert (
+        held(make_recipe(algorithm={"surrogate": "grpo", "correction": "icepop"}), left_by(correction="icepop")) == ""
+    )
+
+
+@pytest.mark.parametrize("name", [".", "..", ".hidden", "a/b"])
+def test_a_run_stays_in_its_folder(name: str) -> None:
+    with pytest.raises(ValueError, match="name"):
+        make_recipe(name=name)

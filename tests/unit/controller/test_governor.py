@@ -149,7 +149,7 @@ def test_the_learning_rate_is_lowered_to_a_64th(tmp_path: Path) -> None:
     assert made.learner.learning_rate == Changes.of(progress.governor).learning_rate == 1 / 64
     whats = [text.split(": ", 1)[1].partition(";")[0] for _, text in told(made)]
     assert whats[:3] == [f"lowered the learning rate to {rate}" for rate in ("0.25", "0.0625", "0.015625")]
-    assert set(whats[3:]) == {"cannot lower the learning rate: 0.015625 is already 1.6% of the recipe's"}
+    assert set(whats[3:]) == {"cannot lower the learning rate: 0.015625 is already 0.016 of 1"}
 
 
 def test_two_rules_that_want_the_same_get_it_once(tmp_path: Path) -> None:
@@ -310,3 +310,11 @@ def test_the_page_has_the_shipped_rules_and_an_example_that_loads() -> None:
     assert all(f"| `{action}` |" in page for action in ACTIONS)
     example = tomllib.loads(page.partition("```toml\n")[2].partition("```")[0])
     assert len(GovernorConfig.model_validate(example["governor"]).parsed()) == len(rules) + 2
+
+
+def test_the_least_rate_is_a_share_of_the_one_it_began_with(tmp_path: Path) -> None:
+    """A resumed run with another rate in its recipe, which is held, neither moves it nor is stopped by it."""
+    made = lab(tmp_path, f"lower_rate when {ALWAYS}", cooldown=100)
+    state = made.run().governor
+    changes = Changes.of(state)
+    assert (changes.full_rate, changes.learning_rate) == (1.0, 0.25)
