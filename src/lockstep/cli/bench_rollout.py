@@ -35,7 +35,6 @@ class Result:
     gib: float  # of the device, in use at the end
     start_seconds: float  # from a checkpoint to the first request
     difference: float | None  # mean |log-prob − that of plain transformers|, nats; None: the engine returns none
-    entropy: float | None  # mean −log-prob
 
     @property
     def tokens_per_s(self) -> float:
@@ -82,16 +81,15 @@ def _result(
     folder: Path, module: Any, vocab: int,
 ) -> Result:  # fmt: skip
     requests = workload.requests(vocab)
-    difference = entropy = None
+    difference = None
     if answers[0][1]:
         scored = [
             (a, rescore(module, prompt, a[0])) for a, (prompt, _) in list(zip(answers, requests, strict=True))[:SCORED]
         ]
         difference = fmean(abs(x - y) for (_, logp), found in scored for x, y in zip(logp, found, strict=True))
-        entropy = -fmean(x for (_, logp), _ in scored for x in logp)
     limit = workload.limit_seconds(module.config, weight_bytes(folder), vocab)
     num_tokens, longest = sum(len(t) for t, _ in answers), max(len(t) for t, _ in answers)
-    return Result(engine, workload.name, num_tokens, seconds, prefill, limit, longest, gib, start, difference, entropy)
+    return Result(engine, workload.name, num_tokens, seconds, prefill, limit, longest, gib, start, difference)
 
 
 def _require_sane(answers: Sequence[Answer], requests: Sequence[tuple[list[int], int]], vocab: int) -> None:

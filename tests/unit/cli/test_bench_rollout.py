@@ -43,7 +43,7 @@ def test_the_limit_counts_weights_and_live_keys_and_values() -> None:
 
 def test_a_table_compares_with_vllm() -> None:
     def result(engine: str, seconds: float) -> Result:
-        return Result(engine, "w", 1000, seconds, 0.5, 0.25, 11, 1.0, 2.0, None, None)
+        return Result(engine, "w", 1000, seconds, 0.5, 0.25, 11, 1.0, 2.0, None)
 
     lines = table([result("lockstep", 1.0), result("vllm:multiprocessing=0", 2.5)]).splitlines()
     assert [cell.strip() for cell in lines[2].split("|")[3:5]] == ["1,000", "2.50"]

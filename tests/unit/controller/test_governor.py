@@ -312,8 +312,8 @@ def test_the_page_has_the_shipped_rules_and_an_example_that_loads() -> None:
     assert len(GovernorConfig.model_validate(example["governor"]).parsed()) == len(rules) + 2
 
 
-def test_the_least_rate_is_a_share_of_the_one_it_began_with(tmp_path: Path) -> None:
-    """A resumed run with another rate in its recipe, which is held, neither moves it nor is stopped by it."""
+def test_the_rate_a_run_began_with_is_kept(tmp_path: Path) -> None:
+    """The least rate is a share of it, whatever the recipe of a resumed run says."""
     made = lab(tmp_path, f"lower_rate when {ALWAYS}", cooldown=100)
     state = made.run().governor
     changes = Changes.of(state)
