@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lockstep.models import paged
+from lockstep.models import kv
 from lockstep.models.engine_view import engine_view
 from lockstep.models.routing import find_routers
 from lockstep.models.tiny import SPECIALS, TinyModel, byte_tokenizer, tiny_model
@@ -41,7 +41,7 @@ def engine_core(
     """An engine on its own copy of the weights; `pages` is how much memory it has, `record` is for expert routes."""
     if pages is not None:
         text = module.config.get_text_config()
-        heads, key, value = paged.kv_shape(text)
+        heads, key, value = kv.kv_shape(text)
         page_bytes = text.num_hidden_layers * PAGE_SIZE * heads * (key + value) * 4 + 64 * record
         config["kv_gib"] = (pages + 0.5) * page_bytes / 2**30
     routers = find_routers(module) if record else None

@@ -24,9 +24,12 @@ from transformers import (
 
 from engine_support import ask, engine_core, finish, prompt, rescore, sharpen
 from lockstep.models import kernels
-from lockstep.models.paged import KVCache, PagedStep, Segment, _attend, _attend_fused
+from lockstep.models.kv import KVCache, Pages
+from lockstep.models.paged import PagedStep, Segment, Shared, _attend, _attend_fused
+from lockstep.rollout import burst
 from lockstep.rollout.burst import Burst
 from lockstep.rollout.sampler import SamplingBatch, sample
+from lockstep.rollout.sharing import Group, as_rows, neighbours, pays
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 pytestmark = [
@@ -58,16 +61,19 @@ def cache_of(heads: int, size: int, dtype: torch.dtype) -> KVCache:
     config = LlamaConfig(num_hidden_layers=1, num_key_value_heads=heads, head_dim=size)
     cache = KVCache(config, num_pages=PAGES, page_size=PAGE, dtype=dtype, device=DEVICE)
     torch.manual_seed(1)
-    cache.keys.normal_()
-    cache.values.normal_()
+    slots = torch.arange(PAGES * PAGE, device=DEVICE)
+    kind = torch.float32 if dtype == torch.float8_e4m3fn else dtype
+    key, value = torch.randn(2, len(slots), heads, size, device=DEVICE).to(kind)
+    cache.layer(0).store(slots, key, value)
     return cache
 
 
 def assert_attends(cache: KVCache, segment: Segment, query: Tensor, window: int | None) -> None:
-    keys, values = cache.keys[0], cache.values[0]
+    pages = cache.layer(0)
     step = PagedStep(cache=cache, slots=torch.empty(0), segments=[segment])
-    expected = _attend(query.float(), keys.float(), values.float(), segment, step.mask(0, window), 0.2)
-    found = _attend_fused(query, keys, values, segment, 0.2, window)
+    plain = pages if pages.key_scales is not None else Pages(pages.keys.float(), pages.values.float(), None, None)
+    expected = _attend(query.float(), plain, segment, step.mask(0, window), 0.2)
+    found = _attend_fused(query, pages, segment, 0.2, window)
     assert (found.float() - expected).abs().max() < ERROR[query.dtype]
 
 
@@ -95,6 +101,72 @@ def test_prefill_attention(dtype: torch.dtype, heads: int, group: int, size: int
     segment = Segment(slice(0, 135), pages_of(3).to(DEVICE), start, count, longest=100)
     query = torch.randn(135, heads * group, size, device=DEVICE).to(dtype)
     assert_attends(cache_of(heads, size, dtype), segment, query, window)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_attention_to_8_bit_keys_and_values(dtype: torch.dtype) -> None:
+    cache = cache_of(2, 32, torch.float8_e4m3fn)
+    pages, query = pages_of(3).to(DEVICE), torch.randn(135, 4, 32, device=DEVICE).to(dtype)
+    start, count = torch.tensor([[60, 0, 77], [30, 100, 5]], device=DEVICE)
+    assert_attends(cache, Segment(slice(0, 135), pages, start, count, longest=100), query, None)
+    assert_attends(cache, Segment(slice(0, 3), pages, start), query[:3], 20)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_8_bit_pages_are_written_as_torch_would(dtype: torch.dtype) -> None:
+    from lockstep.models.kernels.pointwise import rotate_and_store
+
+    torch.manual_seed(3)
+    qkv, slots = torch.randn(6, 3 * 2 * 32, device=DEVICE).to(dtype), torch.arange(6, device=DEVICE) * 17
+    qkv[2] = 0
+    straight = (torch.ones(6, 32, device=DEVICE), torch.zeros(6, 32, device=DEVICE))  # no rotation
+    found, expected = (cache_of(2, 32, torch.float8_e4m3fn).layer(0) for _ in range(2))
+    rotate_and_store(qkv, None, 0.0, straight, slots, found)
+    expected.store(slots, *qkv.view(6, 3, 2, 32)[:, 1:].unbind(1))
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours is not None
+        assert theirs is not None
+        written = (x.flatten(0, 1)[slots].float() for x in (ours, theirs))
+        assert torch.isclose(*written).float().mean() > 0.98  # quotients round a code apart now and then
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "group", "size"), [(2, 2, 16), (1, 4, 128), (1, 20, 32)])
+@pytest.mark.parametrize("splits", [1, 2, 8])
+def test_neighbours_read_what_they_share_once(
+    dtype: torch.dtype, heads: int, group: int, size: int, splits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Groups of 8, 2 and 1; what is only read through the first member's pages is wrong in the others'."""
+    from lockstep.models.kernels import attention
+
+    monkeypatch.setattr(attention, "num_splits", lambda programs, processors: splits)
+    cache = cache_of(heads, size, dtype)
+    pages = torch.stack([pages_of(3)[min(i // 8, 1)] for i in range(11)]).to(DEVICE)
+    pages[:, 6:] = torch.arange(11, device=DEVICE)[:, None] + torch.arange(6, device=DEVICE)
+    groups = [Group(0, 8, 5), Group(8, 2, 2), Group(10, 1, 0)]
+    assert neighbours([[*p[:5], 100 + i] if i < 10 else [7] for i, p in enumerate(pages.tolist())])[0] == groups[0]
+    start = torch.tensor([80 + 9 * i for i in range(10)] + [0], device=DEVICE)
+    query = torch.randn(11, heads * group, size, device=DEVICE).to(dtype)
+    shared = Shared(*torch.tensor(as_rows(groups, 11, PAGE), device=DEVICE))
+    broken = pages.clone()
+    broken[1:8, :5] = 0
+    broken[9, :2] = 0
+    found = _attend_fused(query, cache.layer(0), Segment(slice(0, 11), broken, start, shared=shared), 0.2, None)
+    expected = _attend_fused(query, cache.layer(0), Segment(slice(0, 11), pages, start), 0.2, None)
+    assert (found.float() - expected.float()).abs().max() < ERROR[dtype]
+
+
+def test_bursts_that_share_pages_score_as_in_a_full_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    module = sharpen(model("qwen3"), std=0.15)
+    core = engine_core(copy.deepcopy(module).to(DEVICE), end=(7,), max_seqs=12)
+    sharing = []
+    monkeypatch.setattr(burst, "pays", lambda groups, pages: sharing.append(pays(groups, pages)) or sharing[-1])
+    requests = [ask(f"{p}-{i}", prompt(60, p), 20, temperature=1.0, seed=i) for p in range(3) for i in range(5)]
+    done = finish(core, requests)
+    assert any(sharing)
+    worst = max(float((torch.tensor(done[r.uid].logp) - rescore(module, r, done[r.uid])).abs().max()) for r in requests)
+    assert worst < 1e-4
 
 
 @pytest.mark.parametrize("vocab", [50, 2048, 5000])

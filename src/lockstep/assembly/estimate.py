@@ -7,9 +7,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from lockstep.assembly.devices import choose_device
 from lockstep.assembly.recipe import Recipe
+from lockstep.models.kv import kv_shape
 from lockstep.models.loading import ModelConfig, read_config
 from lockstep.models.lowbit import low_bit_layers
-from lockstep.models.paged import kv_shape
 from lockstep.models.tiny import tiny_model
 from lockstep.rollout.core import PAGE_SIZE
 

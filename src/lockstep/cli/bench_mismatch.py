@@ -31,6 +31,7 @@ from lockstep.config.loading import validate
 from lockstep.report.recorder import Recorders
 
 HIGH = "high"
+KEYS_AND_VALUES = "high, keys and values fp8"
 VARIANTS = ({"name": "fp8_w8a8", "block": True}, {"name": "w4a8", "inputs": "fp8"})
 MODELS = {"dense": {"experts": 0}, "mixture": {"experts": 8}}
 SMALL = {"hidden": 128, "layers": 2, "heads": 4, "context": 128}  # what is trained
@@ -55,7 +56,7 @@ class Row:
     model: str
     precision: str
     unaligned: Gap | None  # None in high precision, where there is nothing to align
-    aligned: Gap
+    aligned: Gap | None  # None for keys and values, which a learner cannot align
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,15 +99,16 @@ def _gaps(steps: int, warmup: int, console: Console) -> Iterator[Row]:
             console.print(f"{model}: warming up", highlight=False)
             start = warmed_up(Path(folder) / model, SMALL | shape, warmup)
             yield Row(model, HIGH, None, _gap(start, HIGH, "none", steps, console))
+            yield Row(model, KEYS_AND_VALUES, _gap(start, HIGH, "none", steps, console, kv="fp8"), None)
             for precision in precisions():
                 unaligned, aligned = (_gap(start, precision, how, steps, console) for how in ("none", "aligned"))
                 yield Row(model, in_words(precision), unaligned, aligned)
 
 
-def _gap(start: Path, precision: Precision, alignment: str, steps: int, console: Console) -> Gap:
+def _gap(start: Path, precision: Precision, alignment: str, steps: int, console: Console, kv: str = "high") -> Gap:
     changes = {
         "train": {"steps": steps + 1, "prompts": PROMPTS},  # the first step is before any update
-        "rollout": {"precision": precision},
+        "rollout": {"precision": precision, "kv_precision": kv},
         "learner": {"alignment": alignment},
     }
     began = time.monotonic()
@@ -117,7 +119,8 @@ def _gap(start: Path, precision: Precision, alignment: str, steps: int, console:
         w_max=max(row["mismatch/w_max"] for row in rows),
     )
     took = f"{time.monotonic() - began:.1f} s"
-    console.print(f"  {in_words(precision)}, learner {alignment}: k3 {gap.k3:.1e} ({took})", highlight=False)
+    sampler = f"{in_words(precision)}, keys and values {kv}"
+    console.print(f"  {sampler}, learner {alignment}: k3 {gap.k3:.1e} ({took})", highlight=False)
     return gap
 
 
@@ -201,7 +204,8 @@ def gap_table(rows: Sequence[Row]) -> str:
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
-        ratio = f"{row.unaligned.k3 / max(row.aligned.k3, 1e-16):.0e}" if row.unaligned else ""
+        both = row.unaligned and row.aligned
+        ratio = f"{row.unaligned.k3 / max(row.aligned.k3, 1e-16):.0e}" if both else ""
         lines.append(f"| {row.model} | `{row.precision}` | {_cells(row.unaligned)} | {_cells(row.aligned)} | {ratio} |")
     return "\n".join(lines)
 

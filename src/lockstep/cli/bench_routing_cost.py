@@ -34,7 +34,7 @@ from lockstep.learner.step import LearnerCore
 from lockstep.models import varlen
 from lockstep.models.engine_view import engine_view
 from lockstep.models.head import install_head
-from lockstep.models.paged import kv_shape
+from lockstep.models.kv import kv_shape
 from lockstep.models.routes import RouteMemory
 from lockstep.models.routing import Routers, find_routers, install_routing
 from lockstep.models.tiny import byte_tokenizer

@@ -44,6 +44,7 @@ def lockstep(folder: Path, device: torch.device, options: dict[str, Any]) -> Con
         step_tokens=options.get("step_tokens", 16_384),
         kv_gib=options["kv_gib"],
         precision=precision,
+        kv_precision=options.get("kv", "high"),
         compile=options.get("compile", True),
     )
     low_bit = LowBitWeights(loaded.module, config.precision) if config.precision is not None else None
@@ -65,7 +66,7 @@ def lockstep(folder: Path, device: torch.device, options: dict[str, Any]) -> Con
 
 def vllm(folder: Path, device: torch.device, options: dict[str, Any]) -> Contender:
     os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_LOGGING_LEVEL": "WARNING"}
-    os.environ["VLLM_WORKER_MULTIPROCESSING_METHOD"] = "spawn"  # this process has looked at the device already
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # this process has looked at the device already
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(options.get("multiprocessing", True)))
     import vllm as library  # pyright: ignore[reportMissingImports]
 
@@ -154,7 +155,7 @@ ENGINES: dict[str, Callable[[Path, torch.device, dict[str, Any]], Contender]] = 
     "continuous": continuous_batching,
 }
 OPTIONS = {
-    "lockstep": ("precision", "compile", "record", "step_tokens", "max_seqs", "kv_gib", "repeats"),
+    "lockstep": ("precision", "kv", "compile", "record", "step_tokens", "max_seqs", "kv_gib", "repeats"),
     "vllm": ("multiprocessing", "async_scheduling", "quantization", "max_seqs", "repeats"),
     "generate": ("repeats",),
     "continuous": ("repeats",),

@@ -23,7 +23,8 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from lockstep.models import kernels
 from lockstep.models.arguments import refuse_unsupported
-from lockstep.models.paged import PagedStep, attend, kv_shape
+from lockstep.models.kv import kv_shape
+from lockstep.models.paged import PagedStep, attend
 from lockstep.quant.encoded import Encoded
 from lockstep.quant.layers import is_fused_experts
 from lockstep.quant.modules import LowBitLinear, use_experts_function
@@ -140,10 +141,10 @@ def _attention(
     from lockstep.models.kernels.pointwise import rotate_and_store
 
     refuse_unsupported(self, attention_mask, 0.0, None, extra)
-    keys, values = lockstep.cache.keys[self.layer_idx], lockstep.cache.values[self.layer_idx]
     norms = (self.q_norm.weight, self.k_norm.weight) if hasattr(self, "q_norm") else None
     eps = self.q_norm.variance_epsilon if norms else 0.0
-    query = rotate_and_store(qkv(hidden_states[0]), norms, eps, position_embeddings, lockstep.slots, keys, values)
+    cache = lockstep.cache.layer(self.layer_idx)
+    query = rotate_and_store(qkv(hidden_states[0]), norms, eps, position_embeddings, lockstep.slots, cache)
     out = attend(query, self.layer_idx, lockstep, self.scaling, window(self))
     return self.o_proj(out.flatten(1)[None]), None
 

@@ -13,41 +13,31 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedConfig
+from transformers import AttentionInterface
 
 from lockstep.models import kernels
 from lockstep.models.arguments import refuse_unsupported
+from lockstep.models.kv import KVCache, Pages
 from lockstep.models.routing import Routing
 
 NAME = "lockstep_paged"
 
 
-class KVCache:
-    """Keys and values of all layers, by page: [layers][pages, S, H, D]."""
-
-    def __init__(
-        self, config: PreTrainedConfig, *, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        text = config.get_text_config()
-        heads, key_size, value_size = kv_shape(text)
-        self.page_size = page_size
-        self.num_pages = num_pages
-        shape = (text.num_hidden_layers, num_pages, page_size, heads)
-        self.keys = torch.zeros(*shape, key_size, dtype=dtype, device=device)
-        self.values = torch.zeros(*shape, value_size, dtype=dtype, device=device)
+MEMBERS = 8  # sequences that read common pages together, at most
 
 
-def kv_shape(text: Any) -> tuple[int, int, int]:
-    """(heads, key size, value size) of what a text config's layers hand to the attention function."""
-    if getattr(text, "kv_lora_rank", None):  # latent attention, expanded before it is called (DeepSeek)
-        return text.num_attention_heads, text.qk_nope_head_dim + text.qk_rope_head_dim, text.v_head_dim
-    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    return getattr(text, "num_key_value_heads", None) or text.num_attention_heads, size, size
+class Shared(NamedTuple):
+    """Neighbours in a segment whose first pages are the same, which are read once for all of them: tensors of [B]."""
+
+    first: Tensor  # of each group, its first sequence
+    members: Tensor  # and how many it has, at most MEMBERS; 0 where there are no more groups
+    tokens: Tensor  # that they share: whole pages; 0 for a sequence by itself
+    before: Tensor  # the same, of each sequence
 
 
 @dataclass(frozen=True)
@@ -59,6 +49,7 @@ class Segment:
     start: Tensor  # [B] position of each sequence's first query
     count: Tensor | None = None  # [B] queries of each, end to end; None: one each
     longest: int = 1  # largest count
+    shared: Shared | None = None  # of single queries; None: everyone reads its own pages
 
     @cached_property
     def positions(self) -> Tensor:
@@ -126,46 +117,43 @@ def paged_attention(
 ) -> tuple[Tensor, None]:
     refuse_unsupported(module, attention_mask, dropout, is_causal, extra)
     layer: int = module.layer_idx  # type: ignore[assignment]
-    keys, values = lockstep.cache.keys[layer], lockstep.cache.values[layer]
-    keys.flatten(0, 1).index_copy_(0, lockstep.slots, key[0].transpose(0, 1))
-    values.flatten(0, 1).index_copy_(0, lockstep.slots, value[0].transpose(0, 1))
+    lockstep.cache.layer(layer).store(lockstep.slots, key[0].transpose(0, 1), value[0].transpose(0, 1))
     return attend(query[0].transpose(0, 1), layer, lockstep, scaling, sliding_window).unsqueeze(0), None
 
 
 def attend(query_NHD: Tensor, layer: int, step: PagedStep, scaling: float, window: int | None) -> Tensor:
     """[N, H*G, D]. The step's own keys and values are in their pages already."""
     step.calls.append(layer)
-    keys, values = step.cache.keys[layer], step.cache.values[layer]
-    if kernels.available(keys.device) and supports(keys, values):
-        parts = [_attend_fused(query_NHD[s.rows], keys, values, s, scaling, window) for s in step.segments]
+    cache = step.cache.layer(layer)
+    if kernels.available(query_NHD.device) and supports(cache):
+        parts = [_attend_fused(query_NHD[s.rows], cache, s, scaling, window) for s in step.segments]
     else:
         masks = (step.mask(number, window) for number in range(len(step.segments)))
         segments = zip(step.segments, masks, strict=True)
-        parts = [_attend(query_NHD[s.rows], keys, values, s, mask, scaling) for s, mask in segments]
+        parts = [_attend(query_NHD[s.rows], cache, s, mask, scaling) for s, mask in segments]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def supports(keys: Tensor, values: Tensor) -> bool:
+def supports(cache: Pages) -> bool:
     """The kernels want heads whose size is a power of two of at least 16, the same for keys and values."""
-    size = keys.shape[-1]
-    return size == values.shape[-1] and size >= 16 and size & (size - 1) == 0
+    size = cache.keys.shape[-1]
+    return size == cache.values.shape[-1] and size >= 16 and size & (size - 1) == 0
 
 
-def _attend_fused(
-    query: Tensor, keys: Tensor, values: Tensor, segment: Segment, scaling: float, window: int | None
-) -> Tensor:
+def _attend_fused(query: Tensor, cache: Pages, segment: Segment, scaling: float, window: int | None) -> Tensor:
     from lockstep.models.kernels import attention
 
     query = query.contiguous()
     if segment.count is None:
-        return attention.decode(query, keys, values, segment.pages, segment.start + 1, scaling, window)
+        shared = segment.shared if window is None else None  # what is shared may have left a window
+        return attention.decode(query, cache, segment.pages, segment.start + 1, scaling, window, shared)
     return attention.prefill(
-        query, keys, values, segment.pages, segment.start, segment.count, segment.longest, scaling, window
+        query, cache, segment.pages, segment.start, segment.count, segment.longest, scaling, window
     )
 
 
-def _attend(query: Tensor, keys: Tensor, values: Tensor, segment: Segment, mask: Tensor, scaling: float) -> Tensor:
-    k, v = (_gather(cache, segment.pages).transpose(1, 2) for cache in (keys, values))  # [B, H, P*S, D]
+def _attend(query: Tensor, cache: Pages, segment: Segment, mask: Tensor, scaling: float) -> Tensor:
+    k, v = cache.gather(segment.pages, query.dtype)
     if segment.count is None:  # one query each: a head's G queries become G rows over the same keys
         folded = query.unflatten(1, (k.shape[1], -1))  # [B, H, G, D]
         mask = mask.expand(-1, -1, folded.shape[2], -1)
@@ -173,12 +161,6 @@ def _attend(query: Tensor, keys: Tensor, values: Tensor, segment: Segment, mask:
     padded = query[segment.query_index].transpose(1, 2)  # [B, H*G, Q, D]
     out = F.scaled_dot_product_attention(padded, k, v, attn_mask=mask, scale=scaling, enable_gqa=True)
     return out.transpose(1, 2).flatten(0, 1)[segment.token_index]
-
-
-def _gather(cache: Tensor, pages: Tensor) -> Tensor:
-    """[B, P*S, H, D]: whole pages, copied as rows: on a CPU faster than indexing by a matrix."""
-    chosen = cache.flatten(1).index_select(0, pages.flatten())
-    return chosen.view(pages.shape[0], -1, *cache.shape[2:])
 
 
 AttentionInterface.register(NAME, paged_attention)

@@ -14,7 +14,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from lockstep.config import ConfigError
 from lockstep.models import paged, varlen
 from lockstep.models.fused import fuse
-from lockstep.models.paged import KVCache, PagedStep, Segment
+from lockstep.models.kv import KVCache
+from lockstep.models.paged import PagedStep, Segment
 from lockstep.models.twins import twin
 
 LENGTHS = (19, 7, 12)  # of the probe sequences; the paged check decodes the last token of each

@@ -9,19 +9,30 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence as Seq
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from lockstep.config import ConfigError
-from lockstep.models.paged import KVCache, PagedStep, Segment
+from lockstep.models.kv import KVCache
+from lockstep.models.paged import PagedStep, Segment, Shared
 from lockstep.models.routes import Recording, RouteMemory
 from lockstep.rollout.rows import Rows
 from lockstep.rollout.sampler import sample, truncated
 from lockstep.rollout.scheduler import Draws, Plan
+from lockstep.rollout.sharing import alone, as_rows, neighbours, pays
 
 STEPS = 32  # decode steps between two looks of the host, at most
+
+
+class Kind(NamedTuple):
+    """What a captured step depends on."""
+
+    size: int  # of the batch
+    truncated: bool = False  # somebody samples with top-k, top-p or min-p
+    sharing: bool = False  # neighbours read common pages once
 
 
 class Burst:
@@ -40,10 +51,11 @@ class Burst:
         self.sizes = batch_sizes(size)
         self._ends = torch.tensor(sorted(end_tokens) or [-1], device=device)
         self._state = torch.zeros(4, self.sizes[-1], dtype=torch.int64, device=device)
+        self._shared = torch.tensor(as_rows(alone(self.sizes[-1]), self.sizes[-1], 0), device=device)
         self._step = torch.zeros(1, dtype=torch.int64, device=device)
         self._tokens = torch.zeros(STEPS, self.sizes[-1], dtype=torch.int64, device=device)
         self._logp = torch.zeros(STEPS, self.sizes[-1], device=device)
-        self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[Kind, torch.cuda.CUDAGraph] = {}
         self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
 
     def warm_up(self) -> None:
@@ -53,7 +65,7 @@ class Burst:
         """
         try:
             for size in reversed(self.sizes):
-                self._graph(size, False)
+                self._graph(Kind(size))
         except RuntimeError as error:
             reason = str(error).splitlines()[0]
             raise ConfigError(
@@ -66,8 +78,10 @@ class Burst:
         """Of each sequence, what it drew until it ended or the burst did."""
         seqs = [chunk.seq for chunk in plan.decode]
         size = self.sizes[bisect_left(self.sizes, len(seqs))]
-        any_truncated = any(truncated(seq.request.params) for seq in seqs)
-        graph = self._graph(size, any_truncated)
+        groups = neighbours([seq.pages for seq in seqs])
+        sharing = pays(groups, sum(len(seq.pages) for seq in seqs))
+        kind = Kind(size, any(truncated(seq.request.params) for seq in seqs), sharing)
+        graph = self._graph(kind)
         empty = [0] * (size - len(seqs))
         begin = [chunk.start for chunk in plan.decode]
         state = [
@@ -78,23 +92,26 @@ class Burst:
         ]
         self.rows.write(seqs)
         self._state[:, :size] = torch.tensor(state, dtype=torch.int64)
+        if sharing:
+            groups += alone(size, first=len(seqs))
+            self._shared[:, :size] = torch.tensor(as_rows(groups, size, self.cache.page_size))
         self._step.zero_()
         for _ in range(plan.steps):
-            graph.replay() if graph else self._run_step(size, any_truncated)
+            graph.replay() if graph else self._run_step(kind)
         end = self._state[2, : len(seqs)].tolist()
         drawn = [x[: plan.steps, : len(seqs)].T.contiguous().tolist() for x in (self._tokens, self._logp)]
         counts = [e - b for b, e in zip(begin, end, strict=True)]
         return [(t[:n], p[:n]) for t, p, n in zip(*drawn, counts, strict=True)]
 
-    def _graph(self, size: int, any_truncated: bool) -> torch.cuda.CUDAGraph | None:
+    def _graph(self, kind: Kind) -> torch.cuda.CUDAGraph | None:
         if self._pool is None:
             return None
-        if (size, any_truncated) not in self._graphs:
-            self._graphs[size, any_truncated] = self._capture(size, any_truncated)
-        return self._graphs[size, any_truncated]
+        if kind not in self._graphs:
+            self._graphs[kind] = self._capture(kind)
+        return self._graphs[kind]
 
     @torch.inference_mode()
-    def _capture(self, size: int, any_truncated: bool) -> torch.cuda.CUDAGraph:
+    def _capture(self, kind: Kind) -> torch.cuda.CUDAGraph:
         """With rows that belong to nobody and have nothing left to draw."""
         self._state.zero_()
         self._state[0] = self.rows.nobody
@@ -102,20 +119,23 @@ class Burst:
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):  # kernels are compiled and libraries set up outside of the capture
             self._step.zero_()
-            self._run_step(size, any_truncated)
+            self._run_step(kind)
         torch.cuda.current_stream().wait_stream(side)
         # only this thread is held to what a capture allows: a learner's may be at work
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            self._run_step(size, any_truncated)
+            self._run_step(kind)
         return graph
 
-    def _run_step(self, size: int, any_truncated: bool) -> None:
+    def _run_step(self, kind: Kind) -> None:
         """One token for everyone who may have another. `last` is the place of the last token a row may draw."""
+        size = kind.size
         rows, tokens, positions, last = self._state[:, :size]
         alive = positions < last
         pages = self.rows.pages(rows)
-        logits = self._forward(tokens, positions, pages, alive)
-        batch = self.rows.sampling.batch(rows, positions + 1, any_greedy=True, any_truncated=any_truncated)
+        shared = Shared(*self._shared[:, :size]) if kind.sharing else None
+        segment = Segment(rows=slice(0, size), pages=pages, start=positions * alive, shared=shared)
+        logits = self._forward(tokens, positions, alive, segment)
+        batch = self.rows.sampling.batch(rows, positions + 1, any_greedy=True, any_truncated=kind.truncated)
         drawn, logp = sample(logits, batch)
         self._tokens[:, :size].index_copy_(0, self._step, drawn[None])
         self._logp[:, :size].index_copy_(0, self._step, logp[None])
@@ -125,12 +145,11 @@ class Burst:
         ended = (drawn[:, None] == self._ends).any(1)
         last.copy_(torch.where(ended, torch.minimum(positions, last), last))
 
-    def _forward(self, tokens: Tensor, positions: Tensor, pages: Tensor, alive: Tensor) -> Tensor:
+    def _forward(self, tokens: Tensor, positions: Tensor, alive: Tensor, segment: Segment) -> Tensor:
         page_size = self.cache.page_size
-        own = pages.gather(1, (positions // page_size)[:, None])[:, 0] * page_size + positions % page_size
+        own = segment.pages.gather(1, (positions // page_size)[:, None])[:, 0] * page_size + positions % page_size
         slots = torch.where(alive, own, self.cache.num_pages * page_size - 1)
         recording = Recording(self.routes, slots) if self.routes is not None else None
-        segment = Segment(rows=slice(0, len(tokens)), pages=pages, start=positions * alive)
         step = PagedStep(cache=self.cache, slots=slots, segments=[segment], routing=recording)
         logits = self.module(
             input_ids=tokens[None], position_ids=positions[None], use_cache=False, lockstep=step

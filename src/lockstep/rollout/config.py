@@ -39,6 +39,8 @@ class RolloutConfig(Config):
     """tokens computed in one engine step, at most: longer prompts are prefilled in chunks"""
     kv_gib: float = Field(default=2.0, gt=0)
     """memory for keys and values, at most"""
+    kv_precision: Literal["high", "fp8"] = "high"
+    """keys and values in the model's precision, or in 8 bits, scaled by head and token: half the memory"""
     compile: bool = True
     """on a GPU: decode steps as CUDA graphs, many in a row; without, each step is launched by itself"""
     update: UpdatePolicy = "keep_kv"

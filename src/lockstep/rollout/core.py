@@ -11,12 +11,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lockstep.config import ConfigError
 from lockstep.models import kernels
+from lockstep.models.kv import KVCache
 from lockstep.models.operators import engine_operators
-from lockstep.models.paged import KVCache, kv_shape
 from lockstep.models.routes import RouteMemory
 from lockstep.models.routing import Routers
 from lockstep.rollout.burst import STEPS, Burst
 from lockstep.rollout.config import RolloutConfig
+from lockstep.rollout.lengths import Lengths
 from lockstep.rollout.pages import PagePool
 from lockstep.rollout.routes import Recorder
 from lockstep.rollout.rows import Rows
@@ -47,10 +48,11 @@ class EngineCore:
         self.kv_gib = config.kv_gib
         parameter = next(module.parameters())  # of the embedding: matrices may be low-bit
         self.dtype = parameter.dtype
-        num_pages = self._num_pages(config, self.dtype, routers)
+        kv_dtype = torch.float8_e4m3fn if config.kv_precision == "fp8" else self.dtype
+        num_pages = self._num_pages(config, kv_dtype, routers)
         self.capacity = num_pages * PAGE_SIZE
         device = parameter.device
-        cache = KVCache(module.config, num_pages=num_pages + 1, page_size=PAGE_SIZE, dtype=self.dtype, device=device)
+        cache = KVCache(module.config, num_pages=num_pages + 1, page_size=PAGE_SIZE, dtype=kv_dtype, device=device)
         memory = RouteMemory(routers, self.capacity + PAGE_SIZE, device) if routers is not None else None
         self.recorder = Recorder(memory, PAGE_SIZE) if memory is not None else None
         pages_per_seq = min(num_pages, -(-self.context // PAGE_SIZE))
@@ -67,6 +69,7 @@ class EngineCore:
         )
         if self.recorder is not None:
             self.scheduler.leaving = self.recorder.leaving
+        self.lengths = Lengths()
         self._arrivals = 0
         self._ended: list[Sequence] = []
         if burst is not None:
@@ -74,9 +77,7 @@ class EngineCore:
 
     def _num_pages(self, config: RolloutConfig, dtype: torch.dtype, routers: Routers | None) -> int:
         """As many pages as every row could ever fill, or as the memory allows."""
-        text = self.module.config.get_text_config()
-        heads, key_size, value_size = kv_shape(text)
-        slot_bytes = text.num_hidden_layers * heads * (key_size + value_size) * dtype.itemsize
+        slot_bytes = KVCache.slot_bytes(self.module.config, dtype)
         page_bytes = PAGE_SIZE * (slot_bytes + (RouteMemory.slot_bytes(routers) if routers else 0))
         affordable = int(config.kv_gib * 2**30 // page_bytes)
         if not affordable:
@@ -112,7 +113,8 @@ class EngineCore:
         return None
 
     def add(self, requests: Seq[Request]) -> None:
-        for request in requests:
+        """Those expected to take longest first; among equals, and over calls, the order they came in."""
+        for request in sorted(requests, key=self.lengths.expected, reverse=True):
             self.scheduler.add([Sequence.of(request, self._arrivals, self.context)])
             self._arrivals += 1
 
@@ -123,7 +125,10 @@ class EngineCore:
     def step(self) -> list[Completion]:
         """Computes one step; returns what finished with it, or shortly before."""
         plan = self.scheduler.schedule()
-        self._ended += self.scheduler.commit(plan, self.runner.run(plan), self._take)
+        ended = self.scheduler.commit(plan, self.runner.run(plan), self._take)
+        for seq in ended:
+            self.lengths.saw(seq.request, len(seq.sampled))
+        self._ended += ended
         return self._completions(wait=not self.busy)
 
     def abort(self, uids: set[str]) -> list[Completion]:

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lockstep.models.paged import KVCache, PagedStep, Segment
+from lockstep.models.kv import KVCache
+from lockstep.models.paged import PagedStep, Segment
 from lockstep.rollout.burst import Burst
 from lockstep.rollout.routes import Recorder
 from lockstep.rollout.rows import Rows

@@ -4,6 +4,8 @@ What `paged.attend` computes in torch, without gathering pages: keys and values 
 key/value head for all of its G queries. Scores, softmax and sums are float32; the weights of the values are rounded to
 the cache's type before the product, as flash attention does.
 
+8-bit keys and values are turned into the queries' type as they are read; their scales multiply scores and weights.
+
 Shapes: B sequences, N tokens, H key/value heads, G queries per key/value head, D head size, P pages, S page size.
 """
 
@@ -18,42 +20,46 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lockstep.models.kv import Pages
+from lockstep.models.paged import MEMBERS, Shared
+
 LOG2E = 1.4426950408889634
 
 
 def decode(
     query_BHD: Tensor,
-    keys: Tensor,
-    values: Tensor,
+    cache: Pages,
     pages_BP: Tensor,
     lengths_B: Tensor,
     scale: float,
     window: int | None,
+    shared: Shared | None = None,
 ) -> Tensor:
     """One query per sequence, which sees the first `lengths` keys of its pages (or the last `window` of these)."""
     batch, num_queries, size = query_BHD.shape
-    _, page_size, heads, _ = keys.shape
-    group = num_queries // heads
+    _, page_size, heads, _ = cache.keys.shape
+    group, processors = num_queries // heads, multiprocessors(query_BHD.device)
     out = torch.empty_like(query_BHD)
-    splits = num_splits(batch * heads, multiprocessors(query_BHD.device))
-    shapes = {"H": heads, "G": group, "GP": max(16, triton.next_power_of_2(group)), "D": size}
+    splits, common = num_splits(batch * heads, processors), 0
+    if shared is not None:
+        common = num_splits(triton.cdiv(batch, MEMBERS) * heads, processors)
     partial = out
-    if splits > 1:
-        partial = query_BHD.new_empty(splits, batch, num_queries, size + 2, dtype=torch.float32)
-    _decode[batch, heads, splits](
-        query_BHD, keys, values, pages_BP, lengths_B, partial, scale * LOG2E, pages_BP.stride(0),
-        **shapes, S=page_size, BLOCK_N=64, SPLITS=splits, WINDOW=window or 0, PRECISION=_precision(keys),
-        num_warps=4, num_stages=3,
+    if splits + common > 1:
+        partial = query_BHD.new_empty(splits + common, batch, num_queries, size + 2, dtype=torch.float32)
+    _decode[batch, heads, splits + common](
+        query_BHD, *cache, pages_BP, lengths_B, *(shared or (None,) * 4), partial, scale * LOG2E, pages_BP.stride(0),
+        H=heads, G=group, D=size, S=page_size, BLOCK_N=64, SPLITS=splits, COMMON=common, MEMBERS=MEMBERS,
+        WINDOW=window or 0, PRECISION=_precision(cache.keys), num_warps=4, num_stages=3,
     )  # fmt: skip
-    if splits > 1:
-        _combine[batch, num_queries](partial, out, D=size, SPLITS=splits, num_warps=1)
+    if splits + common > 1:
+        padded = triton.next_power_of_2(splits + common)
+        _combine[batch, num_queries](partial, out, D=size, PIECES=splits + common, PADDED=padded, num_warps=1)
     return out
 
 
 def prefill(
     query_NHD: Tensor,
-    keys: Tensor,
-    values: Tensor,
+    cache: Pages,
     pages_BP: Tensor,
     start_B: Tensor,
     count_B: Tensor,
@@ -63,15 +69,15 @@ def prefill(
 ) -> Tensor:
     """`count` queries per sequence, end to end, from position `start` on; each sees the keys up to its own."""
     _, num_queries, size = query_NHD.shape
-    _, page_size, heads, _ = keys.shape
+    _, page_size, heads, _ = cache.keys.shape
     out = torch.empty_like(query_NHD)
     first_B = count_B.cumsum(0) - count_B
     start_B, count_B = start_B.contiguous(), count_B.contiguous()
     block = 64 if longest <= 64 or size > 128 else 128
     _prefill[triton.cdiv(longest, block), num_queries, len(count_B)](
-        query_NHD, keys, values, pages_BP, first_B, start_B, count_B, out, scale * LOG2E,
+        query_NHD, *cache, pages_BP, first_B, start_B, count_B, out, scale * LOG2E,
         pages_BP.stride(0), HQ=num_queries, H=heads, D=size, S=page_size, BLOCK_M=block, BLOCK_N=64,
-        WINDOW=window or 0, PRECISION=_precision(keys), num_warps=8 if block == 128 else 4, num_stages=2,
+        WINDOW=window or 0, PRECISION=_precision(cache.keys), num_warps=8 if block == 128 else 4, num_stages=2,
     )  # fmt: skip
     return out
 
@@ -90,69 +96,119 @@ def _precision(keys: Tensor) -> str:
     return "ieee" if keys.dtype == torch.float32 else "tf32"
 
 
+@triton.constexpr_function
+def _rows(queries: int) -> int:
+    """Rows of a tile that hold so many: the tensor cores want 16, Triton a power of two."""
+    return max(16, triton.next_power_of_2(queries))
+
+
 @triton.jit
 def _decode(
-    q_ptr, k_ptr, v_ptr, pages_ptr, lengths_ptr, out_ptr, scale, page_stride,
-    H: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, S: tl.constexpr, BLOCK_N: tl.constexpr,
-    SPLITS: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, ks_ptr, vs_ptr, pages_ptr, lengths_ptr, first_ptr, members_ptr, tokens_ptr, before_ptr,
+    out_ptr, scale, page_stride,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, S: tl.constexpr, BLOCK_N: tl.constexpr,
+    SPLITS: tl.constexpr, COMMON: tl.constexpr, MEMBERS: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    b, h, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
-    length = tl.load(lengths_ptr + b).to(tl.int32)
-    share = tl.cdiv(tl.cdiv(length, BLOCK_N), SPLITS) * BLOCK_N
-    low, high = split * share, tl.minimum(length, (split + 1) * share)
-    visible = 0
-    if WINDOW:
-        visible = tl.maximum(length - WINDOW, 0)
-        low = tl.maximum(low, visible // BLOCK_N * BLOCK_N)
-
-    g, d, n = tl.arange(0, GP), tl.arange(0, D), tl.arange(0, BLOCK_N)
-    query_rows = (b * H + h) * G + g
-    q = tl.load(q_ptr + query_rows[:, None] * D + d, mask=(g < G)[:, None], other=0.0)
-    top = tl.full([GP], float("-inf"), tl.float32)
-    mass = tl.zeros([GP], tl.float32)
-    acc = tl.zeros([GP, D], tl.float32)
-    for first in range(low, high, BLOCK_N):
-        place = first + n
-        seen = (place < high) & (place >= visible)
-        page = tl.load(pages_ptr + b * page_stride + place // S, mask=place < high, other=0).to(tl.int64)
-        row = ((page * S + place % S) * H + h) * D
-        k = tl.load(k_ptr + row[:, None] + d, mask=seen[:, None], other=0.0)
-        scores = tl.where(seen, tl.dot(q, k.T, input_precision=PRECISION) * scale, float("-inf"))
-        larger = tl.maximum(top, tl.max(scores, 1))
-        shift = tl.where(larger == float("-inf"), 0.0, larger)
-        weight = tl.exp2(scores - shift[:, None])
-        fade = tl.exp2(top - shift)
-        mass = mass * fade + tl.sum(weight, 1)
-        v = tl.load(v_ptr + row[:, None] + d, mask=seen[:, None], other=0.0)
-        acc = acc * fade[:, None] + tl.dot(weight.to(v.dtype), v, input_precision=PRECISION)
-        top = larger
-
-    if SPLITS == 1:
-        acc = acc / mass[:, None]
-        tl.store(out_ptr + query_rows[:, None] * D + d, acc.to(out_ptr.dtype.element_ty), mask=(g < G)[:, None])
+    """The first SPLITS pieces are of a sequence's own keys, the COMMON ones after them of what its group shares."""
+    b, h, piece = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    if piece < SPLITS:
+        length = tl.load(lengths_ptr + b).to(tl.int32)
+        begin = tl.load(before_ptr + b).to(tl.int32) if COMMON else 0
+        share = tl.cdiv(tl.cdiv(length - begin, BLOCK_N), SPLITS) * BLOCK_N
+        low, high, visible = begin + piece * share, tl.minimum(length, begin + (piece + 1) * share), 0
+        if WINDOW:
+            visible = tl.maximum(length - WINDOW, 0)
+            low = tl.maximum(low, visible // BLOCK_N * BLOCK_N)
+        _decode_piece(
+            q_ptr, k_ptr, v_ptr, ks_ptr, vs_ptr, pages_ptr + b * page_stride, out_ptr, scale, b, 1, h, low, high,
+            visible, piece, H, G, D, S, BLOCK_N, 1, SPLITS + COMMON == 1, PRECISION,
+        )  # fmt: skip
     else:
-        rows = (split.to(tl.int64) * tl.num_programs(0) * H * G + query_rows) * (D + 2)
-        tl.store(out_ptr + rows[:, None] + d, acc, mask=(g < G)[:, None])
-        tl.store(out_ptr + rows + D, top, mask=g < G)
-        tl.store(out_ptr + rows + D + 1, mass, mask=g < G)
+        members = tl.load(members_ptr + b).to(tl.int32)
+        if members > 0:
+            first, tokens = tl.load(first_ptr + b), tl.load(tokens_ptr + b).to(tl.int32)
+            share = tl.cdiv(tl.cdiv(tokens, BLOCK_N), COMMON) * BLOCK_N
+            low, high = (piece - SPLITS) * share, tl.minimum(tokens, (piece - SPLITS + 1) * share)
+            _decode_piece(
+                q_ptr, k_ptr, v_ptr, ks_ptr, vs_ptr, pages_ptr + first * page_stride, out_ptr, scale, first, members,
+                h, low, high, 0, piece, H, G, D, S, BLOCK_N, MEMBERS, False, PRECISION,
+            )  # fmt: skip
 
 
 @triton.jit
-def _combine(partial_ptr, out_ptr, D: tl.constexpr, SPLITS: tl.constexpr):
+def _decode_piece(
+    q_ptr, k_ptr, v_ptr, ks_ptr, vs_ptr, pages_ptr, out_ptr, scale, b, members, h, low, high, visible, piece,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, S: tl.constexpr, BLOCK_N: tl.constexpr, MEMBERS: tl.constexpr,
+    WHOLE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The queries of up to MEMBERS sequences, from the b-th on, over keys low to high of the same pages."""
+    ROWS: tl.constexpr = _rows(MEMBERS * G)
+    r, d, n = tl.arange(0, ROWS), tl.arange(0, D), tl.arange(0, BLOCK_N)
+    query_rows = ((b + r // G) * H + h) * G + r % G
+    mine = (r // G) < members
+    q = tl.load(q_ptr + query_rows[:, None] * D + d, mask=mine[:, None], other=0.0)
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    mass = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, D], tl.float32)
+    for start in range(low, high, BLOCK_N):
+        place = start + n
+        seen = (place < high) & (place >= visible)
+        page = tl.load(pages_ptr + place // S, mask=place < high, other=0).to(tl.int64)
+        row = (page * S + place % S) * H + h
+        top, mass, acc = _add_block(
+            q, k_ptr, v_ptr, ks_ptr, vs_ptr, row, d, seen, seen[None, :], scale, top, mass, acc, D, PRECISION
+        )
+
+    if WHOLE:
+        acc = acc / mass[:, None]
+        tl.store(out_ptr + query_rows[:, None] * D + d, acc.to(out_ptr.dtype.element_ty), mask=mine[:, None])
+    else:
+        rows = (piece.to(tl.int64) * tl.num_programs(0) * H * G + query_rows) * (D + 2)
+        tl.store(out_ptr + rows[:, None] + d, acc, mask=mine[:, None])
+        tl.store(out_ptr + rows + D, top, mask=mine)
+        tl.store(out_ptr + rows + D + 1, mass, mask=mine)
+
+
+@triton.jit
+def _add_block(
+    q, k_ptr, v_ptr, ks_ptr, vs_ptr, row, d, there, seen, scale, top, mass, acc, D: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Running largest score, mass and sum of values, with a block of keys more: those rows of the cache."""
+    k = tl.load(k_ptr + row[:, None] * D + d, mask=there[:, None], other=0.0).to(q.dtype)
+    scores = tl.dot(q, k.T, input_precision=PRECISION) * scale
+    if ks_ptr is not None:
+        scores *= tl.load(ks_ptr + row, mask=there, other=0.0)[None, :]
+    scores = tl.where(seen, scores, float("-inf"))
+    larger = tl.maximum(top, tl.max(scores, 1))
+    shift = tl.where(larger == float("-inf"), 0.0, larger)
+    weight = tl.exp2(scores - shift[:, None])
+    fade = tl.exp2(top - shift)
+    mass = mass * fade + tl.sum(weight, 1)
+    if vs_ptr is not None:
+        weight *= tl.load(vs_ptr + row, mask=there, other=0.0)[None, :]
+    v = tl.load(v_ptr + row[:, None] * D + d, mask=there[:, None], other=0.0).to(q.dtype)
+    acc = acc * fade[:, None] + tl.dot(weight.to(v.dtype), v, input_precision=PRECISION)
+    return larger, mass, acc
+
+
+@triton.jit
+def _combine(partial_ptr, out_ptr, D: tl.constexpr, PIECES: tl.constexpr, PADDED: tl.constexpr):
     """Sums the pieces of one query: each has its own largest score (in powers of two) and mass."""
     row = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
-    s, d = tl.arange(0, SPLITS), tl.arange(0, D)
+    s, d = tl.arange(0, PADDED), tl.arange(0, D)
     pieces = (s.to(tl.int64) * tl.num_programs(0) * tl.num_programs(1) + row) * (D + 2)
-    top = tl.load(partial_ptr + pieces + D)
+    top = tl.load(partial_ptr + pieces + D, mask=s < PIECES, other=float("-inf"))
     weight = tl.exp2(top - tl.max(top, 0))
-    mass = tl.sum(weight * tl.load(partial_ptr + pieces + D + 1), 0)
-    acc = tl.sum(weight[:, None] * tl.load(partial_ptr + pieces[:, None] + d), 0)
+    mass = tl.sum(weight * tl.load(partial_ptr + pieces + D + 1, mask=s < PIECES, other=0.0), 0)
+    piece = tl.load(partial_ptr + pieces[:, None] + d, mask=(s < PIECES)[:, None], other=0.0)
+    acc = tl.sum(weight[:, None] * piece, 0)
     tl.store(out_ptr + row * D + d, (acc / mass).to(out_ptr.dtype.element_ty))
 
 
 @triton.jit
 def _prefill(
-    q_ptr, k_ptr, v_ptr, pages_ptr, first_ptr, start_ptr, count_ptr, out_ptr, scale, page_stride,
+    q_ptr, k_ptr, v_ptr, ks_ptr, vs_ptr, pages_ptr, first_ptr, start_ptr, count_ptr, out_ptr, scale, page_stride,
     HQ: tl.constexpr, H: tl.constexpr, D: tl.constexpr, S: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     WINDOW: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -175,19 +231,12 @@ def _prefill(
         for begin_n in range(low, high, BLOCK_N):
             place = begin_n + n
             page = tl.load(pages_ptr + b * page_stride + place // S, mask=place < high, other=0).to(tl.int64)
-            row = ((page * S + place % S) * H + head // (HQ // H)) * D
-            k = tl.load(k_ptr + row[:, None] + d, mask=(place < high)[:, None], other=0.0)
+            row = (page * S + place % S) * H + head // (HQ // H)
             seen = place[None, :] <= position[:, None]
             if WINDOW:
                 seen = seen & (place[None, :] > position[:, None] - WINDOW)
-            scores = tl.where(seen, tl.dot(q, k.T, input_precision=PRECISION) * scale, float("-inf"))
-            larger = tl.maximum(top, tl.max(scores, 1))
-            shift = tl.where(larger == float("-inf"), 0.0, larger)
-            weight = tl.exp2(scores - shift[:, None])
-            fade = tl.exp2(top - shift)
-            mass = mass * fade + tl.sum(weight, 1)
-            v = tl.load(v_ptr + row[:, None] + d, mask=(place < high)[:, None], other=0.0)
-            acc = acc * fade[:, None] + tl.dot(weight.to(v.dtype), v, input_precision=PRECISION)
-            top = larger
+            top, mass, acc = _add_block(
+                q, k_ptr, v_ptr, ks_ptr, vs_ptr, row, d, place < high, seen, scale, top, mass, acc, D, PRECISION
+            )
         acc = acc / mass[:, None]
         tl.store(out_ptr + query_rows[:, None] + d, acc.to(out_ptr.dtype.element_ty), mask=(m < count)[:, None])

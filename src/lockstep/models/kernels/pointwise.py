@@ -15,6 +15,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lockstep.models.kv import LARGEST_E4M3, Pages
+
+LARGEST = tl.constexpr(LARGEST_E4M3)
+
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / rms(x) · weight, over the last dimension."""
@@ -51,18 +55,17 @@ def rotate_and_store(
     eps: float,
     rotary: tuple[Tensor, Tensor],
     slots_N: Tensor,
-    keys: Tensor,
-    values: Tensor,
+    cache: Pages,
 ) -> Tensor:
     """Queries [N, HQ, D], normalised (if the model does) and rotated; keys likewise and values go to their slots."""
     cos, sin = (table.reshape(-1, table.shape[-1]).contiguous() for table in rotary)
-    heads, size = keys.shape[2:]
+    heads, size = cache.keys.shape[2:]
     num_tokens, width = qkv_N.shape
     num_queries = width // size - 2 * heads
     query = qkv_N.new_empty(num_tokens, num_queries, size)
     query_norm, key_norm = norms if norms is not None else (qkv_N, qkv_N)
     _rotate_and_store[(num_tokens,)](
-        qkv_N, query_norm, key_norm, cos, sin, slots_N, query, keys, values, eps, qkv_N.stride(0),
+        qkv_N, query_norm, key_norm, cos, sin, slots_N, query, *cache, eps, qkv_N.stride(0),
         HQ=num_queries, HQP=triton.next_power_of_2(num_queries), H=heads, HP=triton.next_power_of_2(heads), D=size,
         NORM=norms is not None, num_warps=4,
     )  # fmt: skip
@@ -127,7 +130,8 @@ def _rotated(
 
 @triton.jit
 def _rotate_and_store(
-    qkv_ptr, query_norm_ptr, key_norm_ptr, cos_ptr, sin_ptr, slots_ptr, query_ptr, keys_ptr, values_ptr, eps, stride,
+    qkv_ptr, query_norm_ptr, key_norm_ptr, cos_ptr, sin_ptr, slots_ptr, query_ptr, keys_ptr, values_ptr,
+    key_scales_ptr, value_scales_ptr, eps, stride,
     HQ: tl.constexpr, HQP: tl.constexpr, H: tl.constexpr, HP: tl.constexpr, D: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
@@ -142,8 +146,20 @@ def _rotate_and_store(
 
     q = _rotated(row, query_norm_ptr, cos, sin, sign, hq, d, other, eps, kind, HQ, D, NORM)
     tl.store(query_ptr + (token * HQ + hq[:, None]) * D + d, q, mask=(hq < HQ)[:, None])
-    slot = tl.load(slots_ptr + token).to(tl.int64) * H * D
+    slot = tl.load(slots_ptr + token).to(tl.int64) * H
     k = _rotated(row + HQ * D, key_norm_ptr, cos, sin, sign, h, d, other, eps, kind, H, D, NORM)
-    tl.store(keys_ptr + slot + h[:, None] * D + d, k.to(keys_ptr.dtype.element_ty), mask=(h < H)[:, None])
+    _store(keys_ptr, key_scales_ptr, slot, k, h, d, H, D)
     v = tl.load(row + (HQ + H) * D + h[:, None] * D + d, mask=(h < H)[:, None], other=0.0)
-    tl.store(values_ptr + slot + h[:, None] * D + d, v.to(values_ptr.dtype.element_ty), mask=(h < H)[:, None])
+    _store(values_ptr, value_scales_ptr, slot, v, h, d, H, D)
+
+
+@triton.jit
+def _store(memory_ptr, scales_ptr, slot, vectors, h, d, H: tl.constexpr, D: tl.constexpr):
+    """Heads [H, D] of one token, encoded if the memory has scales: `Pages.store`."""
+    if scales_ptr is not None:
+        vectors = vectors.to(tl.float32)
+        largest = tl.max(tl.abs(vectors), 1)
+        scale = tl.where(largest > 0, largest / LARGEST, 1.0)
+        tl.store(scales_ptr + slot + h, scale, mask=h < H)
+        vectors = vectors / scale[:, None]
+    tl.store(memory_ptr + (slot + h[:, None]) * D + d, vectors.to(memory_ptr.dtype.element_ty), mask=(h < H)[:, None])

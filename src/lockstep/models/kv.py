@@ -1,0 +1,89 @@
+"""Memory for keys and values, in pages: as they are, or in 8 bits.
+
+Shapes: N tokens, B sequences, P pages, S page size, H key/value heads, D head size.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+LARGEST_E4M3 = 448.0
+
+
+class Pages(NamedTuple):
+    """Keys and values of one layer, [P, S, H, D]; 8-bit ones have a scale for each head of each token, [P, S, H]."""
+
+    keys: Tensor
+    values: Tensor
+    key_scales: Tensor | None
+    value_scales: Tensor | None
+
+    def store(self, slots_N: Tensor, key_NHD: Tensor, value_NHD: Tensor) -> None:
+        for memory, scales, vectors in zip(self[:2], self[2:], (key_NHD, value_NHD), strict=True):
+            if scales is not None:
+                vectors, scale = _encode(vectors)
+                scales.flatten(0, 1).index_copy_(0, slots_N, scale)
+                memory, vectors = memory.view(torch.uint8), vectors.view(torch.uint8)
+            memory.flatten(0, 1).index_copy_(0, slots_N, vectors)
+
+    def gather(self, pages_BP: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Keys and values, [B, H, P*S, D] each."""
+        key, value = (_gather(m, s, pages_BP, dtype).transpose(1, 2) for m, s in zip(self[:2], self[2:], strict=True))
+        return key, value
+
+
+def _encode(vectors: Tensor) -> tuple[Tensor, Tensor]:
+    """e4m3 codes and the scale of each vector: its largest magnitude becomes the format's."""
+    largest = vectors.float().abs().amax(-1)
+    scale = torch.where(largest > 0, largest / LARGEST_E4M3, 1.0)
+    return (vectors.float() / scale[..., None]).to(torch.float8_e4m3fn), scale
+
+
+def _gather(memory: Tensor, scales: Tensor | None, pages: Tensor, dtype: torch.dtype) -> Tensor:
+    """[B, P*S, H, D]: whole pages, copied as rows: on a CPU faster than indexing by a matrix."""
+    chosen = memory.flatten(1).view(torch.uint8).index_select(0, pages.flatten()).view(memory.dtype)
+    chosen = chosen.view(pages.shape[0], -1, *memory.shape[2:])
+    if scales is None:
+        return chosen
+    scale = scales.flatten(1).index_select(0, pages.flatten()).view(chosen.shape[:-1])
+    return (chosen.float() * scale[..., None]).to(dtype)
+
+
+class KVCache:
+    """Keys and values of all layers, by page."""
+
+    def __init__(
+        self, config: PreTrainedConfig, *, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        text = config.get_text_config()
+        heads, key_size, value_size = kv_shape(text)
+        self.page_size = page_size
+        self.num_pages = num_pages
+        shape = (text.num_hidden_layers, num_pages, page_size, heads)
+        self.keys = torch.zeros(*shape, key_size, dtype=dtype, device=device)
+        self.values = torch.zeros(*shape, value_size, dtype=dtype, device=device)
+        self.scales = torch.zeros(2, *shape, device=device) if dtype == torch.float8_e4m3fn else None
+
+    def layer(self, number: int) -> Pages:
+        scales = (None, None) if self.scales is None else (self.scales[0, number], self.scales[1, number])
+        return Pages(self.keys[number], self.values[number], *scales)
+
+    @staticmethod
+    def slot_bytes(config: PreTrainedConfig, dtype: torch.dtype) -> int:
+        """What a token takes, of all layers."""
+        text = config.get_text_config()
+        heads, key_size, value_size = kv_shape(text)
+        scale_bytes = 2 * torch.float32.itemsize if dtype == torch.float8_e4m3fn else 0
+        return text.num_hidden_layers * heads * ((key_size + value_size) * dtype.itemsize + scale_bytes)
+
+
+def kv_shape(text: Any) -> tuple[int, int, int]:
+    """(heads, key size, value size) of what a text config's layers hand to the attention function."""
+    if getattr(text, "kv_lora_rank", None):  # latent attention, expanded before it is called (DeepSeek)
+        return text.num_attention_heads, text.qk_nope_head_dim + text.qk_rope_head_dim, text.v_head_dim
+    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return getattr(text, "num_key_value_heads", None) or text.num_attention_heads, size, size
