@@ -204,8 +204,7 @@ def gap_table(rows: Sequence[Row]) -> str:
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
-        both = row.unaligned and row.aligned
-        ratio = f"{row.unaligned.k3 / max(row.aligned.k3, 1e-16):.0e}" if both else ""
+        ratio = f"{row.unaligned.k3 / max(row.aligned.k3, 1e-16):.0e}" if row.unaligned and row.aligned else ""
         lines.append(f"| {row.model} | `{row.precision}` | {_cells(row.unaligned)} | {_cells(row.aligned)} | {ratio} |")
     return "\n".join(lines)
 
