@@ -26,9 +26,11 @@ from engine_support import ask, engine_core, finish, prompt, rescore, sharpen
 from lockstep.models import kernels
 from lockstep.models.kv import KVCache, Pages
 from lockstep.models.paged import PagedStep, Segment, Shared, _attend, _attend_fused
+from lockstep.models.tiny import byte_tokenizer
 from lockstep.rollout import burst
 from lockstep.rollout.burst import Burst
 from lockstep.rollout.sampler import SamplingBatch, sample
+from lockstep.rollout.scheduler import Scheduler
 from lockstep.rollout.sharing import Group, as_rows, neighbours, pays
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -167,6 +169,28 @@ def test_bursts_that_share_pages_score_as_in_a_full_forward(monkeypatch: pytest.
     assert any(sharing)
     worst = max(float((torch.tensor(done[r.uid].logp) - rescore(module, r, done[r.uid])).abs().max()) for r in requests)
     assert worst < 1e-4
+
+
+def test_bursts_that_follow_each_other_draw_what_single_steps_draw(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One ends by its limit, one by an end token, one by what only the host knows: a stop string."""
+    torch.manual_seed(0)
+    module = sharpen(model("qwen3"), std=0.15)
+    requests = [ask(f"{i}", prompt(10, i), 24 if i else 7, temperature=1.0, seed=i) for i in range(4)]
+    single = finish(engine_core(copy.deepcopy(module).to(DEVICE), max_seqs=4, compile=False), requests)
+    text = byte_tokenizer().decode(single["3"].tokens[4:6])
+    requests[3] = ask("3", prompt(10, 3), 24, temperature=1.0, seed=3, stop=(text,))
+    end = single["2"].tokens[9]
+    single = finish(engine_core(copy.deepcopy(module).to(DEVICE), end=(end,), max_seqs=4, compile=False), requests)
+    core = engine_core(copy.deepcopy(module).to(DEVICE), end=(end,), max_seqs=4)
+    core.scheduler.run_ahead, core.scheduler.follow_from = 3, 1
+    follows, follow = [], core.scheduler.follow
+    monkeypatch.setattr(Scheduler, "follow", lambda self, plan: follows.append(follow(plan)) or follows[-1])
+    done = finish(core, requests)
+    assert any(follows)
+    for uid, expected in single.items():
+        assert done[uid].tokens == expected.tokens
+        assert done[uid].stop_reason == expected.stop_reason
+        torch.testing.assert_close(torch.tensor(done[uid].logp), torch.tensor(expected.logp), atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("vocab", [50, 2048, 5000])

@@ -155,9 +155,9 @@ ENGINES: dict[str, Callable[[Path, torch.device, dict[str, Any]], Contender]] = 
     "continuous": continuous_batching,
 }
 OPTIONS = {
-    "lockstep": ("precision", "kv", "compile", "record", "step_tokens", "max_seqs", "kv_gib", "repeats"),
-    "vllm": ("multiprocessing", "async_scheduling", "quantization", "max_seqs", "repeats"),
-    "generate": ("repeats",),
-    "continuous": ("repeats",),
+    "lockstep": ("precision", "kv", "compile", "record", "step_tokens", "max_seqs", "kv_gib"),
+    "vllm": ("multiprocessing", "async_scheduling", "quantization", "max_seqs"),
+    "generate": (),
+    "continuous": (),
 }
 """What may follow an engine's name."""

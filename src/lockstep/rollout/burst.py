@@ -1,13 +1,14 @@
 """Decode steps in a row without asking the host: tokens, log-probs, stops and positions stay on the device.
 
 A step is captured once per batch size (rounded up to a few) as a CUDA graph: model, sampling and bookkeeping, launched
-by one call. The host writes the state of a burst, replays the graph as often as the plan says and reads back what was
-drawn. A sequence that ends within a burst idles to its end: it writes to a page that nobody reads.
+by one call. The host writes the state of a burst, replays the graph as often as the plan says and, while the next burst
+is computed, takes in what was drawn. A sequence that ends within a burst idles: it writes to a page that nobody reads.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
@@ -22,6 +23,7 @@ from lockstep.models.routes import Recording, RouteMemory
 from lockstep.rollout.rows import Rows
 from lockstep.rollout.sampler import sample, truncated
 from lockstep.rollout.scheduler import Draws, Plan
+from lockstep.rollout.sequence import Sequence
 from lockstep.rollout.sharing import alone, as_rows, neighbours, pays
 
 STEPS = 32  # decode steps between two looks of the host, at most
@@ -55,6 +57,8 @@ class Burst:
         self._step = torch.zeros(1, dtype=torch.int64, device=device)
         self._tokens = torch.zeros(STEPS, self.sizes[-1], dtype=torch.int64, device=device)
         self._logp = torch.zeros(STEPS, self.sizes[-1], device=device)
+        self._kind, self._begin = Kind(self.sizes[0]), [0]  # of the burst under way, and where its rows began
+        self._flights: deque[tuple[torch.cuda.Event | None, list[Tensor]]] = deque()
         self._graphs: dict[Kind, torch.cuda.CUDAGraph] = {}
         self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
 
@@ -74,34 +78,50 @@ class Burst:
             ) from error
 
     @torch.inference_mode()
-    def run(self, plan: Plan) -> list[Draws]:
-        """Of each sequence, what it drew until it ended or the burst did."""
+    def launch(self, plan: Plan) -> None:
+        """Returns before it is computed. What follows a burst goes on from the state it leaves on the device."""
         seqs = [chunk.seq for chunk in plan.decode]
+        if not plan.follows:
+            self._prepare(plan, seqs)
+        self.rows.write([seq for seq in seqs if seq.row >= 0])
+        graph = self._graph(self._kind)
+        self._step.zero_()
+        for _ in range(plan.steps):
+            graph.replay() if graph else self._run_step(self._kind)
+        drawn = (x[: plan.steps, : len(seqs)].T.contiguous() for x in (self._tokens, self._logp))
+        copies = [x.to("cpu", non_blocking=True, copy=True) for x in (*drawn, self._state[2, : len(seqs)])]
+        arrived = torch.cuda.Event() if graph else None
+        if arrived is not None:
+            arrived.record()
+        self._flights.append((arrived, copies))
+
+    def collect(self) -> list[Draws]:
+        """Of the burst launched longest ago: what each sequence drew until it ended or the burst did."""
+        arrived, copies = self._flights.popleft()
+        if arrived is not None:
+            arrived.synchronize()
+        tokens, logp, end = (x.tolist() for x in copies)
+        counts = [e - b for b, e in zip(self._begin, end, strict=True)]
+        self._begin = end
+        return [(t[:n], p[:n]) for t, p, n in zip(tokens, logp, counts, strict=True)]
+
+    def _prepare(self, plan: Plan, seqs: list[Sequence]) -> None:
         size = self.sizes[bisect_left(self.sizes, len(seqs))]
         groups = neighbours([seq.pages for seq in seqs])
         sharing = pays(groups, sum(len(seq.pages) for seq in seqs))
-        kind = Kind(size, any(truncated(seq.request.params) for seq in seqs), sharing)
-        graph = self._graph(kind)
+        self._kind = Kind(size, any(truncated(seq.request.params) for seq in seqs), sharing)
+        self._begin = [chunk.start for chunk in plan.decode]
         empty = [0] * (size - len(seqs))
-        begin = [chunk.start for chunk in plan.decode]
         state = [
             [*(seq.row for seq in seqs), *(self.rows.nobody for _ in empty)],
             [*(seq.tokens[-1] for seq in seqs), *empty],
-            [*begin, *empty],
+            [*self._begin, *empty],
             [*(seq.limit - 1 for seq in seqs), *empty],
         ]
-        self.rows.write(seqs)
         self._state[:, :size] = torch.tensor(state, dtype=torch.int64)
         if sharing:
             groups += alone(size, first=len(seqs))
             self._shared[:, :size] = torch.tensor(as_rows(groups, size, self.cache.page_size))
-        self._step.zero_()
-        for _ in range(plan.steps):
-            graph.replay() if graph else self._run_step(kind)
-        end = self._state[2, : len(seqs)].tolist()
-        drawn = [x[: plan.steps, : len(seqs)].T.contiguous().tolist() for x in (self._tokens, self._logp)]
-        counts = [e - b for b, e in zip(begin, end, strict=True)]
-        return [(t[:n], p[:n]) for t, p, n in zip(*drawn, counts, strict=True)]
 
     def _graph(self, kind: Kind) -> torch.cuda.CUDAGraph | None:
         if self._pool is None:

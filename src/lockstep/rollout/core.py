@@ -22,7 +22,7 @@ from lockstep.rollout.pages import PagePool
 from lockstep.rollout.routes import Recorder
 from lockstep.rollout.rows import Rows
 from lockstep.rollout.runner import Runner
-from lockstep.rollout.scheduler import Draws, Scheduler
+from lockstep.rollout.scheduler import Draws, Plan, Scheduler
 from lockstep.rollout.sequence import Sequence
 from lockstep.types import Completion, Operator, Request, StopReason
 
@@ -72,6 +72,7 @@ class EngineCore:
         self.lengths = Lengths()
         self._arrivals = 0
         self._ended: list[Sequence] = []
+        self._ahead: Plan | None = None  # launched already
         if burst is not None:
             burst.warm_up()
 
@@ -120,12 +121,17 @@ class EngineCore:
 
     @property
     def busy(self) -> bool:
-        return not self.scheduler.idle
+        return self._ahead is not None or not self.scheduler.idle
 
     def step(self) -> list[Completion]:
-        """Computes one step; returns what finished with it, or shortly before."""
-        plan = self.scheduler.schedule()
-        ended = self.scheduler.commit(plan, self.runner.run(plan), self._take)
+        """Computes one step, or many; returns what finished with them, or shortly before."""
+        plan, launched = self._ahead or self.scheduler.schedule(), self._ahead is not None
+        if not launched:
+            self.runner.launch(plan)
+        self._ahead = self.scheduler.follow(plan)
+        if self._ahead is not None:  # the device goes on while the host takes in what was drawn
+            self.runner.launch(self._ahead)
+        ended = self.scheduler.commit(plan, self.runner.collect(), self._take)
         for seq in ended:
             self.lengths.saw(seq.request, len(seq.sampled))
         self._ended += ended

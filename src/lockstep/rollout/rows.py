@@ -29,7 +29,8 @@ class Rows:
                 places += [(seq.row, n, seq.pages[n]) for n in range(num_known, len(seq.pages))]
                 self._written[seq.row] = (seq.seating, len(seq.pages))
         if places:
-            rows, columns, pages = torch.tensor(places, dtype=torch.int64).T.contiguous().to(self.table.device)
+            changes = torch.tensor([*zip(*places, strict=True)], dtype=torch.int64, pin_memory=self.table.is_cuda)
+            rows, columns, pages = changes.to(self.table.device, non_blocking=True)  # behind what runs, without waiting
             self.table[rows, columns] = pages
         self.sampling.flush()
 

@@ -36,12 +36,21 @@ class Runner:
         self.recorder = recorder
         self.burst = burst
         self.device = cache.keys.device
+        self._mixed: tuple[Tensor, Tensor] | None = None  # tokens and log-probs
 
-    def run(self, plan: Plan) -> list[Draws]:
-        """What each sampling chunk drew, in order."""
+    def launch(self, plan: Plan) -> None:
+        """A burst returns before it is computed: another may be launched, and then the first one collected."""
         if self.burst is not None and not plan.prefill:
-            return self.burst.run(plan)
-        tokens, logp = self._run_mixed(plan)
+            self.burst.launch(plan)
+        else:
+            self._mixed = self._run_mixed(plan)
+
+    def collect(self) -> list[Draws]:
+        """What each sampling chunk of the plan launched first drew, in order."""
+        if self._mixed is None:
+            assert self.burst is not None
+            return self.burst.collect()
+        (tokens, logp), self._mixed = self._mixed, None
         return [([t], [p]) for t, p in zip(tokens.tolist(), logp.tolist(), strict=True)]
 
     @torch.inference_mode()

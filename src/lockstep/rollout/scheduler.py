@@ -40,6 +40,7 @@ class Plan:
     prefill: list[Chunk]
     version: int  # of the weights that compute it
     steps: int = 1  # decode steps in a row, where there is nothing to prefill
+    follows: bool = False  # another of the same sequences, whose results were not known when this was made
 
     @property
     def chunks(self) -> list[Chunk]:
@@ -61,6 +62,7 @@ class Scheduler:
     max_seqs: int
     max_step_tokens: int
     run_ahead: int = 1  # decode steps that are computed without asking, at most
+    follow_from: int = 16  # running sequences: fewer may all end in a burst, and the next would be for nothing
     version: int = 0
     admitting: bool = True  # False while draining for a weight update
     waiting: deque[Sequence] = field(default_factory=deque)  # oldest first
@@ -105,6 +107,25 @@ class Scheduler:
             self._grow(seq, _end_after(seq, steps))
         return steps
 
+    def follow(self, plan: Plan) -> Plan | None:
+        """The same sequences further on, before it is known who ends within `plan`; None if it is better to wait.
+
+        Such as where all may end soon, some have ended already, or others wait for a row.
+        """
+        running = [chunk.seq for chunk in plan.decode if chunk.seq.row >= 0]
+        longest = max((seq.limit - len(seq.tokens) - plan.steps for seq in running), default=0)
+        steps = min(self.run_ahead, longest)
+        few = len(running) < max(self.follow_from, 0.9 * len(plan.decode))
+        if plan.prefill or self.run_ahead == 1 or plan.steps < self.run_ahead or self.waiting or few or steps < 1:
+            return None
+        if self._pages_ahead(running, plan.steps + steps) > self.pool.num_available:
+            return None
+        for seq in running:
+            self._grow(seq, _end_after(seq, plan.steps + steps))
+        self.counters.steps += steps
+        chunks = [Chunk(c.seq, c.start + plan.steps, c.end + plan.steps) for c in plan.decode]
+        return Plan(chunks, [], version=self.version, steps=steps, follows=True)
+
     def _pages_ahead(self, seqs: Collection[Sequence], steps: int) -> int:
         """Pages that so many decode steps of these would take."""
         return sum(max(0, self._pages_needed(seq, _end_after(seq, steps))) for seq in seqs)
@@ -117,13 +138,16 @@ class Scheduler:
         finished, drawn = [], iter(drawn)
         for chunk in plan.chunks:
             seq, num_taken = chunk.seq, 1
+            if plan.follows and seq.row < 0:  # ended, or was aborted, after the plan was made
+                next(drawn)
+                continue
             if chunk.samples:
                 num_taken = taken(seq, next(drawn))
-                seq.versions += [self.version] * num_taken
+                seq.versions += [plan.version] * num_taken
                 self.counters.sampled_tokens += num_taken
             end = chunk.end + num_taken - 1
             seq.num_computed = end
-            seq.computed_by += [self.version] * (end - chunk.start)
+            seq.computed_by += [plan.version] * (end - chunk.start)
             self._cache_full_pages(seq)
             if seq.stop_reason is not None:
                 finished.append(seq)

@@ -54,7 +54,7 @@ def test_a_real_run() -> None:
     """The embedded engine on a tiny model: sane answers, and the log-probs of plain transformers."""
     workload = WORKLOADS["8x4x16+32"]
     with checkpoint(SHAPES["tiny"], None, workload.context, torch.device("cpu")) as folder:
-        options = _options("lockstep", Path(folder), [workload]) | {"repeats": 1}
+        options = _options("lockstep", Path(folder), [workload])
         (found,) = run_engine("lockstep", Path(folder), [workload], options)
     assert found.tokens == sum(n for _, n in workload.requests(512))
     assert found.difference is not None

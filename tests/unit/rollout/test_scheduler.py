@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import pytest
@@ -25,30 +26,51 @@ class Shadow:
     slots: dict[tuple[int, int], tuple[int, tuple[int, ...]]] = field(default_factory=dict)
     finished: list[Sequence] = field(default_factory=list)
     computed: int = 0
+    ahead: tuple[Plan, list[Draws]] | None = None  # launched, not committed
+    followed: int = 0
 
     def step(self) -> None:
-        plan = self.scheduler.schedule()
-        self._check_plan(plan)
-        for chunk in plan.chunks:
-            self._write(chunk.seq, chunk.seq.tokens, chunk.start, chunk.end)
-            self.computed += chunk.end - chunk.start
-        drawn = [self._draw(c.seq, plan.steps) for c in plan.chunks if c.samples]
+        if self.ahead is None:
+            plan = self.scheduler.schedule()
+            self._check_plan(plan)
+            self.ahead = self._launch(plan)
+        (plan, drawn), self.ahead = self.ahead, None
+        following = self.scheduler.follow(plan)
+        if following is not None:
+            self.ahead = self._launch(following, {id(c.seq): d[0] for c, d in zip(plan.chunks, drawn, strict=True)})
+            self.followed += 1
         self.finished += self.scheduler.commit(plan, drawn, _take)
         self.check()
 
-    def _draw(self, seq: Sequence, steps: int) -> Draws:
+    @property
+    def busy(self) -> bool:
+        return self.ahead is not None or not self.scheduler.idle
+
+    def _launch(self, plan: Plan, unknown: Mapping[int, list[int]] | None = None) -> tuple[Plan, list[Draws]]:
+        """`unknown` are tokens the device has drawn and the scheduler does not know of yet."""
+        drawn: list[Draws] = []
+        for chunk in plan.chunks:
+            tokens = chunk.seq.tokens + (unknown or {}).get(id(chunk.seq), [])
+            if not plan.follows:
+                self._write(chunk.seq, tokens, chunk.start, chunk.end)
+                self.computed += chunk.end - chunk.start
+            if plan.follows or chunk.samples:
+                drawn.append(self._draw(chunk.seq, tokens, plan.steps, wrote=not plan.follows))
+        return plan, drawn
+
+    def _draw(self, seq: Sequence, known: list[int], steps: int, *, wrote: bool) -> Draws:
         """As the device does: token after token, until the sequence has all it may have."""
-        tokens = list(seq.tokens)
-        while len(tokens) < min(len(seq.tokens) + steps, seq.limit):
-            if len(tokens) > len(seq.tokens):
+        tokens = list(known)
+        while seq.row >= 0 and len(tokens) < min(len(known) + steps, seq.limit):
+            if len(tokens) > len(known) or not wrote:
                 self._write(seq, tokens, len(tokens) - 1, len(tokens))
                 self.computed += 1
             tokens.append(sum(tokens) % 7)
-        new = tokens[len(seq.tokens) :]
+        new = tokens[len(known) :]
         return new, [0.0] * len(new)
 
     def run(self, limit: int = 3000) -> None:
-        while not self.scheduler.idle:
+        while self.busy:
             self.step()
             limit -= 1
             assert limit, "the scheduler makes no progress"
@@ -101,7 +123,7 @@ def _take(seq: Sequence, drawn: Draws) -> int:
 
 def make(num_pages: int = 64, max_seqs: int = 8, step_tokens: int = 64, run_ahead: int = 1) -> Shadow:
     pool = PagePool(num_pages, PAGE)
-    return Shadow(Scheduler(pool, max_seqs=max_seqs, max_step_tokens=step_tokens, run_ahead=run_ahead))
+    return Shadow(Scheduler(pool, max_seqs, step_tokens, run_ahead, follow_from=1))
 
 
 def sequences(*specs: tuple[list[int], int], first: int = 0) -> list[Sequence]:
@@ -143,7 +165,7 @@ def test_random_load(
             scheduler.forget_prefixes()
         shadow.check()
         for _ in range(steps):
-            if not scheduler.idle:
+            if shadow.busy:
                 shadow.step()
     shadow.run()
     ended = sorted(int(s.request.uid) for s in (*shadow.finished, *aborted))
@@ -152,6 +174,15 @@ def test_random_load(
     assert all(s.versions == sorted(s.versions) for s in shadow.finished)
     assert all(len(s.logp) == s.request.params.max_tokens for s in shadow.finished)
     assert scheduler.pool.num_available == num_pages
+
+
+def test_a_burst_follows_another_before_that_ones_end_is_known() -> None:
+    shadow = make(run_ahead=4)
+    shadow.scheduler.add(sequences(([1, 2, 3], 30), ([4, 5], 9)))
+    shadow.run()
+    assert shadow.followed
+    assert [len(s.logp) for s in shadow.finished] == [9, 30]
+    assert shadow.scheduler.pool.num_available == 64
 
 
 def test_a_group_computes_its_prompt_once() -> None:

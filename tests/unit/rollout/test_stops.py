@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 import pytest
 from transformers import PreTrainedModel
@@ -50,7 +49,9 @@ def test_stop_strings(
     """A model that says `text`, byte by byte."""
     core = engine_core(dense)
     script = core.tokenizer.encode(text)
-    core.runner.run = partial(_scripted, script, run_ahead)  # type: ignore[method-assign,assignment]
+    launched: list[Plan] = []
+    core.runner.launch = launched.append  # type: ignore[method-assign]
+    core.runner.collect = lambda: _scripted(script, run_ahead, launched.pop())  # type: ignore[method-assign]
     completion = finish(core, [ask("r", (1, 2), len(script), stop=stop)])["r"]
     assert core.tokenizer.decode(completion.tokens) == (end or text)
     assert completion.stop_reason is (StopReason.STOP if end else StopReason.LENGTH)
