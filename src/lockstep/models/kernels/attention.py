@@ -123,7 +123,7 @@ def _decode(
             q_ptr, k_ptr, v_ptr, ks_ptr, vs_ptr, pages_ptr + b * page_stride, out_ptr, scale, b, 1, h, low, high,
             visible, piece, H, G, D, S, BLOCK_N, 1, SPLITS + COMMON == 1, PRECISION,
         )  # fmt: skip
-    else:
+    elif COMMON:
         members = tl.load(members_ptr + b).to(tl.int32)
         if members > 0:
             first, tokens = tl.load(first_ptr + b), tl.load(tokens_ptr + b).to(tl.int32)
