@@ -26,6 +26,8 @@ from lockstep.config.plugins import load_class
 from lockstep.controller import governor, rules
 from lockstep.controller.governor import DEFAULT_RULES, GovernorConfig
 from lockstep.controller.rules import ACTIONS, Rule, parse
+from lockstep.learner import routing_modes
+from lockstep.learner.routing_modes import ROUTING_MODES
 from lockstep.protocols import GOVERNOR
 
 PAGES = {
@@ -33,7 +35,7 @@ PAGES = {
     for package in (PRESETS.package, SURROGATES, CORRECTIONS, ADVANTAGES, REDUCTIONS, ESTIMATORS)
 }
 """Where the docs show a family."""
-GOVERNOR_PAGE = "docs/governor.md"
+GOVERNOR_PAGE, ROUTING_PAGE = "docs/governor.md", "docs/expert-routes.md"
 SHIPPED = [parse(text) for text in DEFAULT_RULES]
 
 
@@ -79,7 +81,8 @@ def find(name: str) -> list[Entry]:
     presets = [preset_entry(name)] if name in PRESETS.names() else []
     plugins = [plugin_entry(package, name) for package in FAMILIES if name in choices(package)]
     governing = [entry for entry in governing_entries() if entry.name == name]
-    found = presets + plugins + governing + _metrics_called(name)
+    routing = [entry for entry in routing_entries() if entry.name == name]
+    found = presets + plugins + routing + governing + _metrics_called(name)
     if not found:
         near = difflib.get_close_matches(name, names(), n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
@@ -144,6 +147,13 @@ def metric_entry(metric: metrics.Metric) -> Entry:
         facts=tuple((label, text) for label, text in told if text),
         page="docs/metrics.md",
     )
+
+
+def routing_entries() -> Iterator[Entry]:
+    for name, summary in ROUTING_MODES.items():
+        source = Path(routing_modes.__file__)
+        usage = f'learner.routing = "{name}"'
+        yield Entry(name=name, kind="routing mode", summary=summary, source=source, usage=usage, page=ROUTING_PAGE)
 
 
 def governing_entries() -> Iterator[Entry]:

@@ -15,7 +15,7 @@ from rich.syntax import Syntax
 from rich.table import Table
 from rich.text import Text
 
-from lockstep.cli.catalog import Entry, find, governing_entries, methods
+from lockstep.cli.catalog import Entry, find, governing_entries, methods, routing_entries
 from lockstep.metrics import METRICS
 
 INDENT = 2
@@ -78,7 +78,7 @@ def _places(entry: Entry) -> Iterator[tuple[str, str]]:
 
 def _list_all(console: Console) -> None:
     """Every name with the first words of what it is; metrics by name only, they are many."""
-    for kind, entries in groupby(chain(methods(), governing_entries()), lambda entry: entry.kind):
+    for kind, entries in groupby(chain(methods(), routing_entries(), governing_entries()), lambda entry: entry.kind):
         console.print(_titled(f"{kind}s"), highlight=False)
         console.print(_pairs(((entry.name, _in_short(entry.summary)) for entry in entries), cut=True), highlight=False)
     console.print(_titled("metrics"), highlight=False)

@@ -8,6 +8,7 @@ from pathlib import Path
 from lockstep.config import choices
 from lockstep.controller.governor import DEFAULT_RULES
 from lockstep.controller.rules import ACTIONS, parse
+from lockstep.learner.routing_modes import ROUTING_MODES
 from lockstep.metrics import METRICS
 from lockstep.protocols import GOVERNOR
 from lockstep.quant import FORMATS
@@ -28,7 +29,7 @@ def names() -> list[str]:
     """Of methods first, then of metrics; some name several things."""
     presets = [path.stem for path in Path(str(files("lockstep.presets"))).glob("*.toml")]
     methods = sorted({*presets, *(name for package in FAMILIES for name in choices(package))})
-    return [*methods, *governing(), *(metric.name for metric in METRICS)]
+    return [*methods, *ROUTING_MODES, *governing(), *(metric.name for metric in METRICS)]
 
 
 def governing() -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from lockstep.config import Config, Plugin, plugin
 from lockstep.quant import FORMATS
@@ -45,6 +45,13 @@ class RolloutConfig(Config):
     """on a GPU: decode steps as CUDA graphs, many in a row; without, each step is launched by itself"""
     update: UpdatePolicy = "keep_kv"
     """running answers when new weights arrive: go on with old keys and values, recompute them, or finish first"""
+
+    @field_validator("stop")
+    @classmethod
+    def _refuse_empty(cls, stop: tuple[str, ...]) -> tuple[str, ...]:
+        if not all(stop):
+            raise ValueError(f"{list(stop)} has an empty string, which would end every answer at once")
+        return stop
 
     def params(self, seed: int = 0) -> SamplingParams:
         return SamplingParams(
