@@ -6,17 +6,15 @@ Each is a file in `formats/`. A weight is [out, in] or, for the fused experts of
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import ClassVar, TypeAlias
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from lockstep.quant.encoded import Encoded
-from lockstep.quant.kernels import Kernel, choose
+from lockstep.quant.inputs import EncodedInput, Input, InputCode, Rows, checked
+from lockstep.quant.kernels import Kernel, choose, decode, encode
 from lockstep.quant.scheme import Scheme
-
-Input: TypeAlias = tuple[Tensor, ...]
-"""Rows [N, in] as the product takes them: (codes, scales), or (x,) where inputs stay in the compute dtype."""
 
 
 class Format(ABC):
@@ -29,6 +27,11 @@ class Format(ABC):
     @abstractmethod
     def operation(self) -> str:
         """The product on codes, by its name in `kernels/reference.py`, which defines it."""
+
+    @property
+    @abstractmethod
+    def input_code(self) -> InputCode | None:
+        """What inputs are encoded in; None: they stay in the compute dtype."""
 
     @property
     @abstractmethod
@@ -49,13 +52,13 @@ class Format(ABC):
     @abstractmethod
     def dequantize(self, weight: Encoded, dtype: torch.dtype) -> Tensor: ...
 
-    @abstractmethod
     def encode_input(self, x: Tensor) -> Input:
         """Rows [N, in]. ValueError for NaN or inf on a CPU. On a GPU asking would stall it: the row's scale, and with
         it the row's output, is then NaN or inf."""
+        return (x,) if self.input_code is None else checked(encode(self.input_code.quantizer, x))
 
-    @abstractmethod
-    def decode_input(self, x: Input, dtype: torch.dtype) -> Tensor: ...
+    def decode_input(self, x: Input, dtype: torch.dtype) -> Tensor:
+        return x[0].to(dtype) if self.input_code is None else decode(self.input_code.dequantizer, *x, dtype)
 
     def matmul(self, x: Input, weight: Encoded, dtype: torch.dtype) -> Tensor:
         """x·Wᵀ [N, out]: the executed arithmetic."""
@@ -65,11 +68,17 @@ class Format(ABC):
         """The same for experts: rows `offsets[e]:offsets[e + 1]` (int32 [experts + 1]) meet expert e's weight."""
         return self.kernel(weight, dtype).run(*x, offsets, weight.codes, weight.scales, dtype)
 
-    def linear(self, x: Tensor, weight: Encoded, bias: Tensor | None = None) -> Tensor:
+    def linear(self, x: Rows, weight: Encoded, bias: Tensor | None = None) -> Tensor:
         """x [..., in] to [..., out] in the dtype of x; the bias is added in that dtype, after the rounding to it."""
-        y = self.matmul(self.encode_input(x.flatten(0, -2)), weight, x.dtype)
+        y = self.matmul(self._rows(x), weight, x.dtype)
         y = y if bias is None else y + bias
         return y.unflatten(0, x.shape[:-1])
+
+    def _rows(self, x: Rows) -> Input:
+        if isinstance(x, EncodedInput):
+            assert x.code == self.input_code, f"{self} cannot multiply an input in {x.code}"
+            return checked(x.rows)
+        return self.encode_input(x.flatten(0, -2))
 
     def grouped(self, x: Tensor, offsets: Tensor, weight: Encoded) -> Tensor:
         """Rows [N, in], sorted by expert, to [N, out]."""
@@ -79,9 +88,3 @@ class Format(ABC):
         """What multiplies with `weight` where it lies; its name goes into the audit."""
         operation = f"grouped_{self.operation}" if len(weight.shape) == 3 else self.operation
         return choose(operation, weight.codes.device.type, weight.shape, dtype)
-
-
-def checked_input(codes: Tensor, scales: Tensor) -> Input:
-    if scales.device.type == "cpu" and not torch.isfinite(scales).all():
-        raise ValueError("cannot quantize activations that hold NaN or inf: the model has diverged")
-    return codes, scales

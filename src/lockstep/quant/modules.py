@@ -21,6 +21,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from lockstep.quant import straight_through
 from lockstep.quant.encoded import Encoded
 from lockstep.quant.format import Format
+from lockstep.quant.inputs import Rows
 from lockstep.quant.layers import QuantizedLayer
 
 LOW_BIT = "lockstep_low_bit"
@@ -74,7 +75,7 @@ class LowBitLinear(nn.Module):
         self.weight = LowBitWeight(encoded, format)
         self.register_parameter("bias", None if bias is None else nn.Parameter(bias.data, requires_grad=False))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Rows) -> Tensor:
         return self.weight.format.linear(x, self.weight.encoded, self.bias)
 
 

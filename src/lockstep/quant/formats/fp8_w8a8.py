@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from lockstep.quant.encoded import Encoded
-from lockstep.quant.format import Format, Input, checked_input
+from lockstep.quant.format import Format
+from lockstep.quant.inputs import InputCode
 from lockstep.quant.kernels import decode, encode
 from lockstep.quant.scheme import BLOCKS, FP8, PER_CHANNEL, PER_GROUP, PER_TOKEN, Scheme
 
@@ -27,6 +28,10 @@ class FP8W8A8(Format):
         return "fp8_block_matmul" if self.block else "fp8_matmul"
 
     @property
+    def input_code(self) -> InputCode:
+        return InputCode("fp8", grouped=self.block)
+
+    @property
     def scheme(self) -> Scheme:
         if self.block:
             return Scheme("float-quantized", FP8 | BLOCKS, FP8 | PER_GROUP, readable_experts=False)
@@ -38,9 +43,3 @@ class FP8W8A8(Format):
 
     def dequantize(self, weight: Encoded, dtype: torch.dtype) -> Tensor:
         return decode("dequantize_blocks" if self.block else "dequantize_rows", weight.codes, weight.scales, dtype)
-
-    def encode_input(self, x: Tensor) -> Input:
-        return checked_input(*encode("quantize_groups_fp8" if self.block else "quantize_rows_fp8", x))
-
-    def decode_input(self, x: Input, dtype: torch.dtype) -> Tensor:
-        return decode("dequantize_groups" if self.block else "dequantize_rows", *x, dtype)

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from lockstep.quant.encoded import Encoded
-from lockstep.quant.format import Format, Input, checked_input
+from lockstep.quant.format import Format
+from lockstep.quant.inputs import InputCode
 from lockstep.quant.kernels import decode, encode
 from lockstep.quant.scheme import INT8, PER_CHANNEL, PER_TOKEN, Scheme
 
@@ -25,6 +26,10 @@ class INT8W8A8(Format):
         return "int8_matmul"
 
     @property
+    def input_code(self) -> InputCode:
+        return InputCode("int8")
+
+    @property
     def scheme(self) -> Scheme:
         return Scheme("int-quantized", INT8 | PER_CHANNEL, INT8 | PER_TOKEN, readable_experts=False)
 
@@ -33,9 +38,3 @@ class INT8W8A8(Format):
 
     def dequantize(self, weight: Encoded, dtype: torch.dtype) -> Tensor:
         return decode("dequantize_rows", weight.codes, weight.scales, dtype)
-
-    def encode_input(self, x: Tensor) -> Input:
-        return checked_input(*encode("quantize_rows_int8", x))
-
-    def decode_input(self, x: Input, dtype: torch.dtype) -> Tensor:
-        return decode("dequantize_rows", *x, dtype)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lockstep.quant.encoded import Encoded
-from lockstep.quant.format import Format, Input
+from lockstep.quant.format import Format
 from lockstep.quant.kernels import decode, encode
 from lockstep.quant.scheme import INT4, Scheme
 
@@ -28,6 +28,10 @@ class W4A16(Format):
         return "w4a16_matmul"
 
     @property
+    def input_code(self) -> None:
+        return None
+
+    @property
     def scheme(self) -> Scheme:
         return Scheme("pack-quantized", INT4, None, readable_experts=True)
 
@@ -36,9 +40,3 @@ class W4A16(Format):
 
     def dequantize(self, weight: Encoded, dtype: torch.dtype) -> Tensor:
         return decode("dequantize_int4", weight.codes, weight.scales, weight.shape[-1], dtype)
-
-    def encode_input(self, x: Tensor) -> Input:
-        return (x,)
-
-    def decode_input(self, x: Input, dtype: torch.dtype) -> Tensor:
-        return x[0].to(dtype)

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from lockstep.quant.encoded import Encoded
-from lockstep.quant.format import Format, Input, checked_input
+from lockstep.quant.format import Format
+from lockstep.quant.inputs import InputCode
 from lockstep.quant.kernels import decode, encode
 from lockstep.quant.scheme import INT4, INT8, PER_TOKEN, Scheme
 
@@ -27,6 +28,10 @@ class W4A8(Format):
         return "w4a8_matmul" if self.inputs == "int8" else "w4a8_fp8_matmul"
 
     @property
+    def input_code(self) -> InputCode:
+        return InputCode(self.inputs)
+
+    @property
     def scheme(self) -> Scheme | None:
         if self.inputs == "fp8":
             return None
@@ -37,9 +42,3 @@ class W4A8(Format):
 
     def dequantize(self, weight: Encoded, dtype: torch.dtype) -> Tensor:
         return decode("dequantize_int4", weight.codes, weight.scales, weight.shape[-1], dtype)
-
-    def encode_input(self, x: Tensor) -> Input:
-        return checked_input(*encode(f"quantize_rows_{self.inputs}", x))
-
-    def decode_input(self, x: Input, dtype: torch.dtype) -> Tensor:
-        return decode("dequantize_rows", *x, dtype)

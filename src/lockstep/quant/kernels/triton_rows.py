@@ -6,13 +6,12 @@ A row that holds a NaN gets the scale NaN, and with it every output: nothing is 
 # pyright: reportMissingImports=false, reportIndexIssue=false
 from __future__ import annotations
 
-import math
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from lockstep.quant.inputs import InputCode
 from lockstep.quant.kernels.triton_tiles import DEPENDENT, GROUP, await_inputs, cdiv, let_next_start
 
 INT8_MAX, INT8_MIN_SCALE = tl.constexpr(127.0), tl.constexpr(2.0**-126)
@@ -22,50 +21,62 @@ TO_NEAREST = tl.constexpr(1.5 * 2**23)  # added and taken away, it leaves the ne
 
 def quantize_rows_int8(x: Tensor) -> tuple[Tensor, Tensor]:
     """[..., K] to int8 codes [..., K] and scales [...]."""
-    codes, scales = _quantize(x, torch.int8, x.shape[-1])
-    return codes, scales[..., 0]
+    return _quantize(x, InputCode("int8"))
 
 
 def quantize_rows_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
     """[..., K] to e4m3 codes [..., K] and scales [...]."""
-    codes, scales = _quantize(x, torch.float8_e4m3fn, x.shape[-1])
-    return codes, scales[..., 0]
+    return _quantize(x, InputCode("fp8"))
 
 
 def quantize_groups_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
     """[..., K] to e4m3 codes [..., K] and scales [..., ceil(K / 128)]."""
-    return _quantize(x, torch.float8_e4m3fn, GROUP)
+    return _quantize(x, InputCode("fp8", grouped=True))
 
 
-def _quantize(x: Tensor, dtype: torch.dtype, width: int) -> tuple[Tensor, Tensor]:
-    """One scale for every `width` values of a row."""
-    *lead, K = x.shape
+def empty_codes(shape: torch.Size, code: InputCode, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Room for the codes and scales of rows [..., K]."""
+    *lead, K = shape
+    scales = (*lead, cdiv(K, GROUP)) if code.grouped else lead
+    return (
+        torch.empty(shape, dtype=code.dtype, device=device),
+        torch.empty(scales, dtype=torch.float32, device=device),
+    )
+
+
+def _quantize(x: Tensor, code: InputCode) -> tuple[Tensor, Tensor]:
+    K = x.shape[-1]
     x = x.contiguous()
-    M = math.prod(lead)
-    groups = cdiv(K, width)
-    codes = torch.empty_like(x, dtype=dtype)
-    scales = torch.empty(*lead, groups, dtype=torch.float32, device=x.device)
-    W, G = triton.next_power_of_2(width), triton.next_power_of_2(groups)
-    if M:
+    codes, scales = empty_codes(x.shape, code, x.device)
+    W = GROUP if code.grouped else triton.next_power_of_2(K)
+    G = triton.next_power_of_2(cdiv(K, W))
+    if x.numel():
         warps = min(32, max(1, W * G // 512))
-        _quantize_row[(M,)](
-            x, codes, scales, K, groups, width, W=W, G=G, DEPENDENT=DEPENDENT,
-            num_warps=warps, launch_pdl=DEPENDENT,
-        )  # fmt: skip
+        _quantize_row[(x.numel() // K,)](
+            x, codes, scales, K, W=W, G=G, DEPENDENT=DEPENDENT, num_warps=warps, launch_pdl=DEPENDENT
+        )
     return codes, scales
 
 
 @triton.jit
-def _quantize_row(
-    x, codes, scales, K, groups, width, W: tl.constexpr, G: tl.constexpr, DEPENDENT: tl.constexpr
-):  # fmt: skip
+def _quantize_row(x, codes, scales, K, W: tl.constexpr, G: tl.constexpr, DEPENDENT: tl.constexpr):
     let_next_start(DEPENDENT)
     await_inputs(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
-    group, place = tl.arange(0, G), tl.arange(0, W)
-    k = group[:, None] * width + place[None, :]
-    inside = (k < K) & (place < width)[None, :]
-    value = tl.load(x + row * K + k, inside, 0.0).to(tl.float32)
+    k = tl.arange(0, G)[:, None] * W + tl.arange(0, W)[None, :]
+    store_codes(tl.load(x + row * K + k, k < K, 0.0).to(tl.float32), codes, scales, row, 0, K)
+
+
+@triton.jit
+def store_codes(value, codes, scales, row, first, K):
+    """Encodes values [G, W] of a row of K, each line with a scale of its own; `first` is the line they begin with.
+
+    Float32, rounded to the tensor's type before, and 0 beyond the end of the row.
+    """
+    G: tl.constexpr = value.shape[0]
+    W: tl.constexpr = value.shape[1]
+    line = first + tl.arange(0, G)
+    k = line[:, None] * W + tl.arange(0, W)[None, :]
     absmax = absmax_of(value, 1).to(tl.float32, bitcast=True)
     if codes.dtype.element_ty == tl.int8:
         scale = _at_least(tl.div_rn(absmax, INT8_MAX), INT8_MIN_SCALE)
@@ -73,8 +84,8 @@ def _quantize_row(
     else:
         scale = fp8_scale(absmax)
         code = fp8_codes(value, scale[:, None])
-    tl.store(codes + row * K + k, code.to(codes.dtype.element_ty), inside)
-    tl.store(scales + row * groups + group, scale, group < groups)
+    tl.store(codes + row * K + k, code.to(codes.dtype.element_ty), k < K)
+    tl.store(scales + row * tl.cdiv(K, W) + line, scale, line * W < K)
 
 
 @triton.jit
