@@ -1,9 +1,10 @@
 """Decoder layers with fewer launches: the same modules and weights, other forwards.
 
 The engine's view of a model keeps its classes, names and tensors. Where a part is of a kind we know, its forward is
-replaced: norms become one kernel, q/k/v and gate/up one product each; head norms, rotation and the write into the pages
-one kernel; experts with few rows each run products of our own. Whatever else a model has runs as transformers wrote it.
-The self-check holds the result against plain transformers.
+replaced: norms become one kernel, with the sum they read and with the encoding of what they hand to low-bit products;
+q/k/v and gate/up one product each; head norms, rotation and the write into the pages one kernel; experts with few rows
+each run products of our own. Whatever else a model has runs as transformers wrote it. The self-check holds the result
+against plain transformers.
 
 One product of several weights needs them to lie side by side: `lay_together` moves them there once. Each is a view of
 the common memory from then on, so that copies into it, and updates in place, reach the product.
@@ -12,6 +13,7 @@ the common memory from then on, so that copies into it, and updates in place, re
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -26,6 +28,7 @@ from lockstep.models.arguments import refuse_unsupported
 from lockstep.models.kv import kv_shape
 from lockstep.models.paged import PagedStep, attend
 from lockstep.quant.encoded import Encoded
+from lockstep.quant.inputs import InputCode, Rows
 from lockstep.quant.layers import is_fused_experts
 from lockstep.quant.modules import LowBitLinear, use_experts_function
 
@@ -33,13 +36,13 @@ FAMILIES = ("Llama", "Mistral", "Mixtral", "Qwen2", "Qwen2Moe", "Qwen3", "Qwen3M
 ATTENTION = frozenset(f"{family}Attention" for family in FAMILIES)  # project, norm heads or not, rotate halves, attend
 WINDOW_OF_CONFIG = frozenset({"MistralAttention", "MixtralAttention"})  # the same in all layers
 MLP = frozenset(f"{family}MLP" for family in FAMILIES)
-LAYER = frozenset(f"{family}DecoderLayer" for family in FAMILIES)  # norm, attend, add, norm, compute, add
+MODEL = frozenset(f"{family}Model" for family in FAMILIES)  # layers of (norm, attend, add, norm, compute, add), norm
 NORM = frozenset(f"{family}RMSNorm" for family in FAMILIES)
 SILU = frozenset({"SiLU", "SiLUActivation"})
 EXPERTS = "lockstep_engine"
-TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+TOGETHER = QKV, GATE_UP = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
-Product = Callable[[Tensor], Tensor]
+Product = Callable[[Any], Tensor]  # of Rows: encoded ones where `input_code` says so, else tensors
 
 
 def fuse(view: PreTrainedModel) -> None:
@@ -50,15 +53,20 @@ def fuse(view: PreTrainedModel) -> None:
     for part in view.modules():
         kind = type(part).__name__
         if kind in ATTENTION:
-            part.forward = partial(_attention, part, product(part, TOGETHER[0]))
+            part.forward = partial(_attention, part, product(part, QKV))
         elif kind in MLP and type(part.act_fn).__name__ in SILU:
-            part.forward = partial(_mlp, part, product(part, TOGETHER[1]))
+            part.forward = partial(_mlp, part, product(part, GATE_UP), input_code(part, ("down_proj",)))
         elif kind in NORM:
             part.forward = partial(_norm, part)
-        elif kind in LAYER:
-            part.forward = partial(_layer, part)
+        elif kind in MODEL:
+            for layer in part.get_submodule("layers").children():
+                _fuse_layer(layer)
         elif is_fused_experts(part):
             use_experts_function(part, EXPERTS)
+
+
+def _fuse_layer(layer: Any) -> None:
+    layer.forward = partial(_layer, layer, input_code(layer.self_attn, QKV), input_code(layer.mlp, GATE_UP))
 
 
 def lay_together(module: nn.Module) -> None:
@@ -101,11 +109,11 @@ def product(part: nn.Module, names: Sequence[str]) -> Product:
         if all(type(linear) is nn.Linear for linear in linears):
             weight = joined([linear.weight for linear in linears])
             if weight is not None:
-                return lambda x: F.linear(x, weight, bias)
+                return partial(F.linear, weight=weight, bias=bias)
         if all(type(linear) is LowBitLinear for linear in linears):
             encoded, format = joined_low_bit(linears), linears[0].weight.format
             if encoded is not None:
-                return lambda x: format.linear(x, encoded, bias)
+                return partial(format.linear, weight=encoded, bias=bias)
     return lambda x: torch.cat([linear(x) for linear in linears], -1)
 
 
@@ -118,20 +126,50 @@ def joined_low_bit(linears: Sequence[LowBitLinear]) -> Encoded | None:
     return Encoded(codes, scales, (len(codes), weights[0].shape[1]))
 
 
-def _layer(self: Any, hidden_states: Tensor, **arguments: Any) -> Tensor:
-    from lockstep.models.kernels.pointwise import add_rms_norm
+def input_code(part: nn.Module, names: Sequence[str]) -> InputCode | None:
+    """What linear layers that share their input all want it encoded in; None: as it is."""
+    linears: list[Any] = [getattr(part, name, None) for name in names]
+    codes = {linear.weight.format.input_code if type(linear) is LowBitLinear else None for linear in linears}
+    return codes.pop() if len(codes) == 1 else None
 
-    attended, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **arguments)
-    norm = self.post_attention_layernorm
-    residual, normed = add_rms_norm(attended, hidden_states, norm.weight, norm.variance_epsilon)
-    computed = self.mlp(normed)
-    return residual + computed
+
+@dataclass(frozen=True, slots=True)
+class Sum:
+    """What a layer hands on. The norm that reads it, the next layer's or the model's, adds in its own kernel.
+
+    A model of ours has nothing else between its layers; and nobody could take this for a tensor unnoticed.
+    """
+
+    residual: Tensor
+    computed: Tensor
+
+
+def _layer(
+    self: Any,
+    attention_code: InputCode | None,
+    mlp_code: InputCode | None,
+    hidden_states: Tensor | Sum,
+    **arguments: Any,
+) -> Sum:
+    residual, normed = _add_and_norm(self.input_layernorm, hidden_states, attention_code)
+    attended, _ = self.self_attn(hidden_states=normed, **arguments)
+    residual, normed = _add_and_norm(self.post_attention_layernorm, Sum(residual, attended), mlp_code)
+    return Sum(residual, self.mlp(normed))
+
+
+def _add_and_norm(norm: Any, x: Tensor | Sum, code: InputCode | None) -> tuple[Tensor, Rows]:
+    """(the sum, its norm)."""
+    from lockstep.models.kernels.pointwise import add_rms_norm, rms_norm
+
+    if isinstance(x, Sum):
+        return add_rms_norm(x.computed, x.residual, norm.weight, norm.variance_epsilon, code)
+    return x, rms_norm(x, norm.weight, norm.variance_epsilon, code)
 
 
 def _attention(
     self: Any,
     qkv: Product,
-    hidden_states: Tensor,
+    hidden_states: Rows,
     position_embeddings: tuple[Tensor, Tensor],
     attention_mask: Tensor | None = None,
     *,
@@ -144,7 +182,7 @@ def _attention(
     norms = (self.q_norm.weight, self.k_norm.weight) if hasattr(self, "q_norm") else None
     eps = self.q_norm.variance_epsilon if norms else 0.0
     cache = lockstep.cache.layer(self.layer_idx)
-    query = rotate_and_store(qkv(hidden_states[0]), norms, eps, position_embeddings, lockstep.slots, cache)
+    query = rotate_and_store(qkv(hidden_states)[0], norms, eps, position_embeddings, lockstep.slots, cache)
     out = attend(query, self.layer_idx, lockstep, self.scaling, window(self))
     return self.o_proj(out.flatten(1)[None]), None
 
@@ -155,10 +193,10 @@ def window(attention: Any) -> int | None:
     return getattr(owner, "sliding_window", None)
 
 
-def _mlp(self: Any, gate_up: Product, x: Tensor) -> Tensor:
+def _mlp(self: Any, gate_up: Product, down_code: InputCode | None, x: Rows) -> Tensor:
     from lockstep.models.kernels.pointwise import gated_silu
 
-    return self.down_proj(gated_silu(gate_up(x)))
+    return self.down_proj(gated_silu(gate_up(x), down_code))
 
 
 def _experts(self: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -177,10 +215,8 @@ def _experts(self: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tens
     return experts.combine(down, top_k_weights)
 
 
-def _norm(self: Any, x: Tensor) -> Tensor:
-    from lockstep.models.kernels.pointwise import rms_norm
-
-    return rms_norm(x, self.weight, self.variance_epsilon)
+def _norm(self: Any, x: Tensor | Sum) -> Rows:
+    return _add_and_norm(self, x, None)[1]
 
 
 ALL_EXPERTS_FUNCTIONS.register(EXPERTS, _experts)

@@ -1,7 +1,8 @@
 """What stands between the matrix products of a decoder layer, each as one Triton kernel.
 
 Every value is rounded where the modules of transformers round it, so that the learner, which runs those, differs by the
-order of sums only.
+order of sums only. With a `code`, the kernel that makes a low-bit product's input also encodes it: to the same codes as
+the kernels of `lockstep.quant` would, which the learner runs.
 
 Shapes: N tokens, HQ query heads, H key/value heads, D head size.
 """
@@ -10,43 +11,82 @@ Shapes: N tokens, HQ query heads, H key/value heads, D head size.
 
 from __future__ import annotations
 
+from typing import overload
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from lockstep.models.kv import LARGEST_E4M3, Pages
+from lockstep.quant.inputs import EncodedInput, InputCode, Rows
+from lockstep.quant.kernels.triton_rows import empty_codes, store_codes
+from lockstep.quant.kernels.triton_tiles import DEPENDENT, GROUP, await_inputs, let_next_start
 
 LARGEST = tl.constexpr(LARGEST_E4M3)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, code: InputCode | None = None) -> Rows:
     """x / rms(x) · weight, over the last dimension."""
-    x = x.contiguous()
-    out, size = torch.empty_like(x), x.shape[-1]
-    block = triton.next_power_of_2(size)
-    _rms_norm[(x.numel() // size,)](x, weight, out, eps, size, BLOCK=block, num_warps=4 if block <= 4096 else 8)
-    return out
+    return _norm(x, None, weight, eps, code)[1]
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, code: InputCode | None = None
+) -> tuple[Tensor, Rows]:
     """(sum, norm of the sum)."""
-    x, residual = x.contiguous(), residual.contiguous()
-    total, out, size = torch.empty_like(x), torch.empty_like(x), x.shape[-1]
-    block = triton.next_power_of_2(size)
-    _add_rms_norm[(x.numel() // size,)](
-        x, residual, weight, total, out, eps, size, BLOCK=block, num_warps=4 if block <= 4096 else 8
-    )
-    return total, out
+    return _norm(x, residual, weight, eps, code)
 
 
-def gated_silu(gate_up: Tensor) -> Tensor:
+def _norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, code: InputCode | None
+) -> tuple[Tensor, Rows]:
+    x, size = x.contiguous(), x.shape[-1]
+    total = x if residual is None else torch.empty_like(x)
+    residual = None if residual is None else residual.contiguous()
+    normed = _empty(x.shape, x, code)
+    block = max(GROUP, triton.next_power_of_2(size))
+    _rms_norm[(x.numel() // size,)](
+        x, residual, weight, total, *_pointers(normed), eps, size, BLOCK=block, LINE=_line(code, block),
+        DEPENDENT=DEPENDENT, launch_pdl=DEPENDENT, num_warps=4 if block <= 4096 else 8, enable_fp_fusion=False,
+    )  # fmt: skip
+    return total, normed
+
+
+@overload
+def gated_silu(gate_up: Tensor) -> Tensor: ...
+@overload
+def gated_silu(gate_up: Tensor, code: InputCode | None) -> Rows: ...
+def gated_silu(gate_up: Tensor, code: InputCode | None = None) -> Rows:
     """silu(gate) · up, where the last dimension holds both, one after the other."""
     gate_up = gate_up.contiguous()
-    size = gate_up.shape[-1] // 2
-    out = gate_up.new_empty(*gate_up.shape[:-1], size)
-    _gated_silu[out.numel() // size, triton.cdiv(size, 1024)](gate_up, out, size, BLOCK=1024, num_warps=4)
-    return out
+    *lead, both = gate_up.shape
+    size = both // 2
+    gated = _empty(torch.Size([*lead, size]), gate_up, code)
+    whole_row = code is not None and not code.grouped
+    block = max(GROUP, triton.next_power_of_2(size)) if whole_row else 1024
+    _gated_silu[gate_up.numel() // both, triton.cdiv(size, block)](
+        gate_up, *_pointers(gated), size, BLOCK=block, LINE=_line(code, block),
+        DEPENDENT=DEPENDENT, launch_pdl=DEPENDENT, num_warps=min(32, max(4, block // 512)),
+    )  # fmt: skip
+    return gated
+
+
+def _empty(shape: torch.Size, like: Tensor, code: InputCode | None) -> Rows:
+    if code is None:
+        return like.new_empty(shape)
+    rows = torch.Size([shape[:-1].numel(), shape[-1]])
+    return EncodedInput(empty_codes(rows, code, like.device), code, shape, like.dtype)
+
+
+def _pointers(rows: Rows) -> tuple[Tensor | None, ...]:
+    """Where a kernel writes (values, codes, scales): either the first or the others."""
+    return (rows, None, None) if isinstance(rows, Tensor) else (None, *rows.rows)
+
+
+def _line(code: InputCode | None, block: int) -> int:
+    """How many of the values that a program makes share a scale."""
+    return GROUP if code is not None and code.grouped else block
 
 
 def rotate_and_store(
@@ -73,36 +113,51 @@ def rotate_and_store(
 
 
 @triton.jit
-def _rms_norm(x_ptr, weight_ptr, out_ptr, eps, size, BLOCK: tl.constexpr):
+def _rms_norm(
+    x_ptr, residual_ptr, weight_ptr, total_ptr, out_ptr, codes_ptr, scales_ptr, eps, size,
+    BLOCK: tl.constexpr, LINE: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    let_next_start(DEPENDENT)
+    await_inputs(DEPENDENT)
     row, d = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
-    kind = out_ptr.dtype.element_ty
+    kind = x_ptr.dtype.element_ty
     x = tl.load(x_ptr + row * size + d, mask=d < size, other=0.0).to(tl.float32)
+    if residual_ptr is not None:
+        x = (x + tl.load(residual_ptr + row * size + d, mask=d < size, other=0.0).to(tl.float32)).to(kind)
+        tl.store(total_ptr + row * size + d, x, mask=d < size)
+        x = x.to(tl.float32)
     x = (x * tl.rsqrt(tl.sum(x * x, 0) / size + eps)).to(kind)
     weight = tl.load(weight_ptr + d, mask=d < size, other=0.0)
-    tl.store(out_ptr + row * size + d, (weight.to(tl.float32) * x.to(tl.float32)).to(kind), mask=d < size)
+    normed = (weight.to(tl.float32) * x.to(tl.float32)).to(kind)
+    _hand_on(normed, out_ptr, codes_ptr, scales_ptr, row, 0, size, BLOCK, LINE)
 
 
 @triton.jit
-def _add_rms_norm(x_ptr, residual_ptr, weight_ptr, total_ptr, out_ptr, eps, size, BLOCK: tl.constexpr):
-    row, d = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
-    kind = out_ptr.dtype.element_ty
-    x = tl.load(x_ptr + row * size + d, mask=d < size, other=0.0).to(tl.float32)
-    x = (x + tl.load(residual_ptr + row * size + d, mask=d < size, other=0.0).to(tl.float32)).to(kind)
-    tl.store(total_ptr + row * size + d, x, mask=d < size)
-    x = x.to(tl.float32)
-    x = (x * tl.rsqrt(tl.sum(x * x, 0) / size + eps)).to(kind)
-    weight = tl.load(weight_ptr + d, mask=d < size, other=0.0)
-    tl.store(out_ptr + row * size + d, (weight.to(tl.float32) * x.to(tl.float32)).to(kind), mask=d < size)
-
-
-@triton.jit
-def _gated_silu(x_ptr, out_ptr, size, BLOCK: tl.constexpr):
+def _gated_silu(
+    x_ptr, out_ptr, codes_ptr, scales_ptr, size, BLOCK: tl.constexpr, LINE: tl.constexpr, DEPENDENT: tl.constexpr
+):  # fmt: skip
+    let_next_start(DEPENDENT)
+    await_inputs(DEPENDENT)
     row, d = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    kind = out_ptr.dtype.element_ty
+    kind = x_ptr.dtype.element_ty
     gate = tl.load(x_ptr + row * 2 * size + d, mask=d < size, other=0.0).to(tl.float32)
     up = tl.load(x_ptr + row * 2 * size + size + d, mask=d < size, other=0.0).to(tl.float32)
     gate = (gate / (1 + tl.exp(-gate))).to(kind).to(tl.float32)
-    tl.store(out_ptr + row * size + d, (gate * up).to(kind), mask=d < size)
+    _hand_on((gate * up).to(kind), out_ptr, codes_ptr, scales_ptr, row, tl.program_id(1), size, BLOCK, LINE)
+
+
+@triton.jit
+def _hand_on(
+    value, out_ptr, codes_ptr, scales_ptr, row, piece, size, BLOCK: tl.constexpr, LINE: tl.constexpr
+):  # fmt: skip
+    """Writes a piece of a row, [BLOCK]: its values or, one scale for each LINE of them, their codes."""
+    if codes_ptr is None:
+        d = piece * BLOCK + tl.arange(0, BLOCK)
+        tl.store(out_ptr + row * size + d, value, mask=d < size)
+    else:
+        # Two dimensions for G = 1 too: in one, the compiler would lay out loads, and with them sums, to suit the codes.
+        lines = tl.reshape(value.to(tl.float32), (BLOCK // LINE, LINE))
+        store_codes(lines, codes_ptr, scales_ptr, row, piece * (BLOCK // LINE), size)
 
 
 @triton.jit
