@@ -80,13 +80,17 @@ def bench_linear(
     learner: Annotated[bool, typer.Option("--learner", help="forward and backward of an aligned learner")] = False,
     out: Annotated[Path | None, typer.Option(help="keep the tables here, as Markdown")] = None,
 ) -> None:
-    """Low-bit linear layers and experts against bfloat16 and against the time to read their weights. Needs a GPU."""
-    from lockstep.cli import bench_aligned, bench_linear
+    """Low-bit linear layers and experts against bfloat16 and against the time to read their weights. Needs a GPU.
+
+    First a block as the embedded engine runs it, with the norms and the gate that encode the layers' inputs.
+    """
+    from lockstep.cli import bench_aligned, bench_block, bench_linear
 
     if learner:
         bench_aligned.compare(rows or [2048, 4096, 16384], out, console)
     else:
-        bench_linear.compare(rows or [16, 64, 256], out, console)
+        tokens, device = rows or [16, 64, 256], bench_linear.gpu()
+        bench_linear.show([*bench_block.tables(tokens, device), *bench_linear.tables(tokens, device)], out, console)
 
 
 @bench.command("mismatch")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise, product
 from pathlib import Path
 from statistics import median
@@ -158,17 +159,22 @@ def run_pass(contender: Contender, problem: Problem, weights: Weights, rows: dic
 def seconds_per_pass(
     contender: Contender, problem: Problem, copies: Sequence[Weights], *, encode: bool = True
 ) -> float:
-    """The median over replays of a graph that passes over every copy once."""
+    """Of a pass over one copy, in a graph that passes over all of them."""
     rows = None if encode else {K: contender.encode_rows(x) for K, x in problem.inputs.items()}
-    run_pass(contender, problem, copies[0], rows)  # compiles
+    return graph_seconds([partial(run_pass, contender, problem, weights, rows) for weights in copies])
+
+
+def graph_seconds(passes: Sequence[Callable[[], object]]) -> float:
+    """Of one pass: the median over replays of a graph that runs each of them once."""
+    passes[0]()  # compiles
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for weights in copies:
-            run_pass(contender, problem, weights, rows)
+        for run in passes:
+            run()
     for _ in range(3):
         graph.replay()
-    return median(_replay_times(graph)) / len(copies)
+    return median(_replay_times(graph)) / len(passes)
 
 
 def _replay_times(graph: torch.cuda.CUDAGraph) -> list[float]:
@@ -216,9 +222,8 @@ def table(results: Sequence[Measured]) -> str:
     return "\n".join(lines)
 
 
-def compare(tokens: Sequence[int], out: Path | None, console: Console) -> None:
-    """Prints a table per problem, and writes them to `out`."""
-    device = gpu()
+def tables(tokens: Sequence[int], device: torch.device) -> list[str]:
+    """One per problem, under its title."""
     cases = {
         "The linear layers of one Qwen3-8B block, q, k, v in one and gate, up in one: four": FUSED_BLOCK,
         "The same as the model has them: seven": BLOCK,
@@ -226,8 +231,7 @@ def compare(tokens: Sequence[int], out: Path | None, console: Console) -> None:
     problems = {title: [dense(n, device, layers) for n in tokens] for title, layers in cases.items()}
     problems["Experts of one Qwen3-30B-A3B block"] = [experts(n, device) for n in tokens]
     with torch.no_grad():
-        tables = [f"{title}\n\n{table(list(measure(given, device)))}" for title, given in problems.items()]
-    show(tables, out, console)
+        return [f"{title}\n\n{table(list(measure(given, device)))}" for title, given in problems.items()]
 
 
 def gpu() -> torch.device:

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import pytest
 import torch
-from rich.console import Console
 
-from lockstep.cli import bench_aligned
+from lockstep.cli import bench_aligned, bench_block
 from lockstep.cli import bench_linear as bench
+from lockstep.cli.bench import bench_linear
 from lockstep.config import ConfigError
+from lockstep.quant.format import Format
 
 
 def test_it_refuses_to_run_without_a_gpu() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    for compare in (bench.compare, bench_aligned.compare):
+    for learner in (False, True):
         with pytest.raises(ConfigError, match="no CUDA device"):
-            compare([16], None, Console())
+            bench_linear(rows=[16], learner=learner)
 
 
 def test_the_table_compares_with_bf16_at_the_same_rows() -> None:
@@ -51,3 +52,22 @@ def test_experts_rows_are_counted_by_expert() -> None:
 def test_a_learner_s_step_is_compared_with_and_without_quantizing() -> None:
     step = bench_aligned.Step("w4a16", 4096, forward_backward=6e-3, quantize=1e-3, in_bf16=5e-3)
     assert bench_aligned.table([step]).splitlines()[2] == "| 4096 | w4a16 | 5.00 | 6.00 | 1.20 | 1.00 | 1.40 |"
+
+
+def test_a_block_is_compared_with_bf16_with_and_without_encoding_kernels() -> None:
+    results = [
+        bench_block.Measured("bf16", 16, 120e-6, 121e-6),
+        bench_block.Measured("int8_w8a8", 16, 60e-6, 80e-6),
+    ]
+    assert bench_block.table(results).splitlines()[3] == "| 16 | int8_w8a8 | 60.0 | 2.00 | 80.0 | 1.50 |"
+
+
+@pytest.mark.parametrize("format", [None, *bench.formats().values()], ids=str)
+def test_a_block_has_the_layers_of_the_bench(format: Format | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = [("qkv", 48, 32), ("o", 32, 32), ("gate_up", 128, 32), ("down", 32, 64)]
+    monkeypatch.setattr(bench_block, "FUSED_BLOCK", small)
+    matrices = [torch.randn(N, K) for _, N, K in small]
+    weights = [(m,) if format is None else tuple(format.quantize(m).tensors.values()) for m in matrices]
+    for layer, matrix in zip(bench_block.linears(format, weights), matrices, strict=True):
+        x = torch.randn(3, matrix.shape[1])
+        assert (layer(x) - x @ matrix.mT).norm() < 0.2 * (x @ matrix.mT).norm()
