@@ -48,7 +48,7 @@ def _norm(
     block = max(GROUP, triton.next_power_of_2(size))
     _rms_norm[(x.numel() // size,)](
         x, residual, weight, total, *_pointers(normed), eps, size, BLOCK=block, LINE=_line(code, block),
-        DEPENDENT=DEPENDENT, launch_pdl=DEPENDENT, num_warps=4 if block <= 4096 else 8, enable_fp_fusion=False,
+        DEPENDENT=DEPENDENT, launch_pdl=DEPENDENT, num_warps=_warps(block), enable_fp_fusion=False,
     )  # fmt: skip
     return total, normed
 
@@ -67,7 +67,7 @@ def gated_silu(gate_up: Tensor, code: InputCode | None = None) -> Rows:
     block = max(GROUP, triton.next_power_of_2(size)) if whole_row else 1024
     _gated_silu[gate_up.numel() // both, triton.cdiv(size, block)](
         gate_up, *_pointers(gated), size, BLOCK=block, LINE=_line(code, block),
-        DEPENDENT=DEPENDENT, launch_pdl=DEPENDENT, num_warps=min(32, max(4, block // 512)),
+        DEPENDENT=DEPENDENT, launch_pdl=DEPENDENT, num_warps=_warps(block),
     )  # fmt: skip
     return gated
 
@@ -87,6 +87,11 @@ def _pointers(rows: Rows) -> tuple[Tensor | None, ...]:
 def _line(code: InputCode | None, block: int) -> int:
     """How many of the values that a program makes share a scale."""
     return GROUP if code is not None and code.grouped else block
+
+
+def _warps(block: int) -> int:
+    """Eight values a thread: a row alone on its multiprocessor needs many to hide that they wait for memory."""
+    return min(32, block // 256) or 1
 
 
 def rotate_and_store(
