@@ -67,6 +67,18 @@ def test_quantizers_equal_the_reference(quantizer: str, M: int, K: int, dtype: t
 
 
 @pytest.mark.parametrize("quantizer", QUANTIZERS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_rows_of_any_magnitude_equal_the_reference(quantizer: str, dtype: torch.dtype) -> None:
+    """Down to the smallest floats and to -0: codes are made without a division for each value."""
+    magnitude = torch.exp2(torch.randint(-150, 90, (500, 1), device="cuda").float())
+    x = (torch.randn(500, 1000, device="cuda") * magnitude).to(dtype)
+    codes, scales = load(f"triton_rows.{quantizer}").run(x)
+    expected_codes, expected_scales = getattr(reference, quantizer)(x)
+    assert torch.equal(scales, expected_scales)
+    assert torch.equal(codes.view(torch.uint8), expected_codes.view(torch.uint8))
+
+
+@pytest.mark.parametrize("quantizer", QUANTIZERS)
 def test_nan_reaches_the_scale_of_its_row_alone(quantizer: str) -> None:
     x = torch.randn(3, 128, device="cuda")
     x[1, 5] = torch.nan
