@@ -1,0 +1,145 @@
+"""Every kernel compiles for a Hopper GPU, on a machine without one: the interpreter accepts more than the compiler.
+
+Needs triton, which the installation for a CPU does not bring: `pip install triton`, then `pytest -m gpu` on this file.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+triton = pytest.importorskip("triton")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.is_available(), reason="the other tests run the kernels"),
+    pytest.mark.skipif(bool(os.environ.get("TRITON_INTERPRET")), reason="the interpreter compiles nothing"),
+]
+BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
+HEADS, GROUP, SIZE, PAGE = 8, 4, 128, 16
+
+
+class Hopper:
+    """As much of a driver as the compiler asks for."""
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+@pytest.fixture(autouse=True)
+def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Launches compile and do nothing else; their names."""
+    from triton.runtime import driver
+    from triton.runtime.jit import JITFunction
+
+    names: list[str] = []
+    run = JITFunction.run
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        assert run(self, *args, grid=grid, warmup=True, **options) is not None
+        names.append(self.__name__)
+
+    monkeypatch.setattr(JITFunction, "run", compile_only)
+    driver.set_active(Hopper())
+    yield names
+    driver._active = None
+    assert names, "nothing was compiled"
+
+
+def pages(dtype: torch.dtype) -> Any:
+    from lockstep.models.kv import Pages
+
+    shape = (4, PAGE, HEADS, SIZE)
+    scales = (torch.ones(4, PAGE, HEADS),) * 2 if dtype == E4M3 else (None, None)
+    return Pages(torch.zeros(shape).to(dtype), torch.zeros(shape).to(dtype), *scales)
+
+
+def numbers(*shape: int) -> Tensor:
+    return torch.zeros(*shape, dtype=torch.int64)
+
+
+@pytest.mark.parametrize("cache", [BF16, E4M3])
+@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize("shared", [False, True])
+def test_decode_attention(cache: torch.dtype, splits: int, shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lockstep.models.kernels import attention
+    from lockstep.models.paged import Shared
+
+    monkeypatch.setattr(attention, "num_splits", lambda programs, processors: splits)
+    query, groups = torch.zeros(16, HEADS * GROUP, SIZE, dtype=BF16), Shared(*numbers(4, 16)) if shared else None
+    attention.decode(query, pages(cache), numbers(16, 4), numbers(16), 0.1, None, groups)
+
+
+@pytest.mark.parametrize("cache", [BF16, E4M3])
+@pytest.mark.parametrize("window", [None, 32])
+def test_prefill_attention(cache: torch.dtype, window: int | None) -> None:
+    from lockstep.models.kernels import attention
+
+    query, count = torch.zeros(256, HEADS * GROUP, SIZE, dtype=BF16), numbers(2) + 128
+    attention.prefill(query, pages(cache), numbers(2, 16), numbers(2), count, 128, 0.1, window)
+
+
+@pytest.mark.parametrize("cache", [BF16, E4M3])
+@pytest.mark.parametrize("norm", [False, True])
+def test_heads_are_rotated_and_stored(cache: torch.dtype, norm: bool) -> None:
+    from lockstep.models.kernels.pointwise import rotate_and_store
+
+    qkv = torch.zeros(16, (GROUP + 2) * HEADS * SIZE, dtype=BF16)
+    table, weight = torch.zeros(16, SIZE, dtype=BF16), torch.ones(SIZE, dtype=BF16)
+    rotate_and_store(qkv, (weight, weight) if norm else None, 1e-6, (table, table), numbers(16), pages(cache))
+
+
+@pytest.mark.parametrize("kind", [None, "int8", "fp8", "groups"])
+def test_norms_and_gates(kind: str | None) -> None:
+    from lockstep.models.kernels.pointwise import add_rms_norm, gated_silu, rms_norm
+    from lockstep.quant.inputs import InputCode
+
+    code = InputCode("int8" if kind == "int8" else "fp8", grouped=kind == "groups") if kind else None
+    x, weight = torch.zeros(16, 4096, dtype=BF16), torch.ones(4096, dtype=BF16)
+    rms_norm(x, weight, 1e-6, code)
+    add_rms_norm(x, x, weight, 1e-6, code)
+    gated_silu(x, code)
+
+
+def test_experts_and_draws() -> None:
+    from lockstep.models.kernels import experts
+    from lockstep.rollout.kernels import draw
+
+    ids, weight = numbers(16, 8), torch.zeros(128, 1536, 2048, dtype=BF16)
+    order, offsets = experts.group(ids, 128)
+    y = experts.product(torch.zeros(16, 2048, dtype=BF16), weight, order, offsets, 8, gather=True)
+    experts.product(torch.zeros(128, 2048, dtype=BF16), weight, order, offsets, 8, gather=False)
+    experts.combine(y, torch.zeros(16, 8))
+    draw(torch.zeros(16, 151_936, dtype=BF16), torch.ones(16), torch.zeros(16, dtype=torch.bool), torch.zeros(16))
+
+
+def codes(*shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.zeros(shape, dtype=torch.int8).view(dtype)
+
+
+def eight(rows: int, dtype: torch.dtype, matmul: Callable[..., Tensor]) -> None:
+    matmul(codes(rows, 4096, dtype=dtype), torch.ones(rows), codes(4096, 4096, dtype=dtype), torch.ones(4096), BF16)
+
+
+@pytest.mark.parametrize("rows", [1, 16, 64, 256])
+def test_low_bit_products(rows: int) -> None:
+    from lockstep.quant.kernels import triton_eight, triton_four
+
+    eight(rows, torch.int8, triton_eight.int8_matmul)
+    eight(rows, E4M3, triton_eight.fp8_matmul)
+    packed, scales = torch.zeros(4096, 2048, dtype=torch.uint8), torch.ones(4096, 32)
+    triton_four.w4a8_matmul(codes(rows, 4096, dtype=torch.int8), torch.ones(rows), packed, scales, BF16)
+    triton_four.w4a8_fp8_matmul(codes(rows, 4096, dtype=E4M3), torch.ones(rows), packed, scales, BF16)
+    triton_four.w4a16_matmul(torch.zeros(rows, 4096, dtype=BF16), packed, scales, BF16)
