@@ -23,8 +23,8 @@ PRODUCTS = {
     "w4a8_matmul": 1e-6,
     "w4a8_fp8_matmul": 5e-4,
 }
-# Few rows of the others run on other instructions than many, which add in another order.
-ROW_BY_ROW = ("int8_matmul", "fp8_matmul", "fp8_block_matmul", "w4a8_matmul")
+# w4a16 cuts K into other parts for more than 64 rows.
+ROW_BY_ROW = ("int8_matmul", "fp8_matmul", "fp8_block_matmul", "w4a8_matmul", "w4a8_fp8_matmul")
 
 
 def fast(operation: str) -> Callable[..., Tensor]:
@@ -44,8 +44,7 @@ def rows_of(operation: str, M: int, K: int) -> tuple[Tensor, ...]:
 def weight_of(operation: str, *shape: int) -> tuple[Tensor, Tensor]:
     weight = torch.randn(shape, device="cuda") * 0.02
     if operation.startswith("w4"):
-        codes, scales = reference.quantize_groups_int4(weight)
-        return reference.pack_int4(codes), scales
+        return reference.quantize_int4(weight)
     quantizer = {"int8": "quantize_rows_int8", "fp8": "quantize_rows_fp8", "fp8_block": "quantize_blocks_fp8"}
     return getattr(reference, quantizer[operation.removesuffix("_matmul")])(weight)
 
@@ -167,6 +166,36 @@ def test_a_row_does_not_depend_on_the_others(operation: str) -> None:
     for a, b in [(0, 1), (7, 20), (16, 32), (100, 150), (3, 70), (0, 130)]:
         part = fast(operation)(*(t[a:b] for t in x), *weight, torch.float32)
         assert torch.equal(part, everything[a:b]), f"rows {a} to {b}"
+
+
+def test_up_to_64_rows_of_w4a16_do_not_depend_on_each_other() -> None:
+    x, weight = rows_of("w4a16_matmul", 64, 4096), weight_of("w4a16_matmul", 1024, 4096)
+    everything = fast("w4a16_matmul")(*x, *weight, torch.float32)
+    for a, b in [(0, 1), (7, 20), (16, 32), (3, 40)]:
+        part = fast("w4a16_matmul")(*(t[a:b] for t in x), *weight, torch.float32)
+        assert torch.equal(part, everything[a:b]), f"rows {a} to {b}"
+
+
+@pytest.mark.parametrize("operation", ["w4a16_matmul", "w4a8_matmul", "w4a8_fp8_matmul"])
+def test_scales_may_lie_in_either_order(operation: str) -> None:
+    x, (codes, scales) = rows_of(operation, 20, 1100), weight_of(operation, 3, 70, 1100)
+    assert not scales.is_contiguous()
+    bounds = torch.tensor([0, 5, 5, 20], device="cuda", dtype=torch.int32)
+    results = [fast(f"grouped_{operation}")(*x, bounds, codes, s, torch.float32) for s in (scales, scales.contiguous())]
+    assert torch.equal(*results)
+    single = [fast(operation)(*x, codes[1], s[1], torch.float32) for s in (scales, scales.contiguous())]
+    assert torch.equal(*single)
+
+
+@pytest.mark.parametrize("rows", [1, 16, 33, 100, 200])
+@pytest.mark.parametrize("K", [128, 384, 768, 1100, 4096])
+def test_4_bit_weights_times_16_bit_rows_equal_the_reference(rows: int, K: int) -> None:
+    """Steps of one group and of two, whole and not; the sums of one product differ by their order alone."""
+    for dtype in (torch.bfloat16, torch.float16):
+        x = torch.randn(rows, K, device="cuda").to(dtype)
+        packed, scales = weight_of("w4a16_matmul", 200, K)
+        result = fast("w4a16_matmul")(x, packed, scales, torch.float32)
+        assert distance(result, reference.w4a16_matmul(x, packed, scales, torch.float32)) <= 1e-5
 
 
 @pytest.mark.parametrize("operation", ROW_BY_ROW)

@@ -75,7 +75,7 @@ def test_a_scale_that_is_off_by_a_fiftieth_would_be_seen(format: Format, dtype: 
     """In any one channel, though the sums of a row cancel."""
     x, weight = normal(16, 256).to(dtype), format.quantize(normal(32, 256, seed=1))
     scales = weight.scales.clone()
-    scales.view(-1)[-1] *= 1.02
+    scales[(-1,) * scales.ndim] *= 1.02
     got = format.matmul(format.encode_input(x), replace(weight, scales=scales), dtype)
     with pytest.raises(AssertionError):
         assert_agrees(format, got, x, weight)
@@ -184,7 +184,7 @@ def test_dequantized_weights_are_half_a_code_away(
     else:
         levels = 2 ** (format.bits - 1) - 1
         step = (weight.abs().amax(-1, keepdim=True) / levels).clamp_min(reference.INT4_MIN_SCALE)
-        assert (error <= 0.501 * step).all()
+        assert (error <= 0.502 * step).all()  # a 4-bit scale is rounded to bfloat16, by up to 2**-8
 
 
 def test_sums_of_int8_codes_are_exact() -> None:

@@ -78,7 +78,7 @@ def bench_linear(
         typer.Argument(min=1, help="tokens per pass; by default 16, 64 and 256, a learner's 2048, 4096 and 16384"),
     ] = None,
     learner: Annotated[bool, typer.Option("--learner", help="forward and backward of an aligned learner")] = False,
-    out: Annotated[Path | None, typer.Option(help="keep the tables here, as Markdown")] = None,
+    out: Annotated[Path | None, typer.Option(help="put the tables into this page, in place of its own")] = None,
 ) -> None:
     """Low-bit linear layers and experts against bfloat16 and against the time to read their weights. Needs a GPU.
 
@@ -90,7 +90,7 @@ def bench_linear(
         bench_aligned.compare(rows or [2048, 4096, 16384], out, console)
     else:
         tokens, device = rows or [16, 64, 256], bench_linear.gpu()
-        bench_linear.show([*bench_block.tables(tokens, device), *bench_linear.tables(tokens, device)], out, console)
+        bench_linear.show(bench_block.tables(tokens, device) | bench_linear.tables(tokens, device), out, console)
 
 
 @bench.command("mismatch")

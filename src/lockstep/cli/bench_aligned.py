@@ -125,4 +125,4 @@ def table(steps: Sequence[Step]) -> str:
 def compare(rows: Sequence[int], out: Path | None, console: Console) -> None:
     """Prints the table, and writes it to `out`."""
     steps = list(measure(rows, gpu()))
-    show([f"Forward and backward of the linear layers of one Qwen3-8B block\n\n{table(steps)}"], out, console)
+    show({"Forward and backward of the linear layers of one Qwen3-8B block": table(steps)}, out, console)

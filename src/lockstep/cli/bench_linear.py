@@ -8,7 +8,8 @@ so launches cost little and no weight is found in the L2 cache.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise, product
@@ -222,8 +223,8 @@ def table(results: Sequence[Measured]) -> str:
     return "\n".join(lines)
 
 
-def tables(tokens: Sequence[int], device: torch.device) -> list[str]:
-    """One per problem, under its title."""
+def tables(tokens: Sequence[int], device: torch.device) -> dict[str, str]:
+    """One per problem, by its title."""
     cases = {
         "The linear layers of one Qwen3-8B block, q, k, v in one and gate, up in one: four": FUSED_BLOCK,
         "The same as the model has them: seven": BLOCK,
@@ -231,7 +232,7 @@ def tables(tokens: Sequence[int], device: torch.device) -> list[str]:
     problems = {title: [dense(n, device, layers) for n in tokens] for title, layers in cases.items()}
     problems["Experts of one Qwen3-30B-A3B block"] = [experts(n, device) for n in tokens]
     with torch.no_grad():
-        return [f"{title}\n\n{table(list(measure(given, device)))}" for title, given in problems.items()]
+        return {title: table(list(measure(given, device))) for title, given in problems.items()}
 
 
 def gpu() -> torch.device:
@@ -241,9 +242,22 @@ def gpu() -> torch.device:
     return torch.device("cuda")
 
 
-def show(tables: Sequence[str], out: Path | None, console: Console) -> None:
+def show(tables: Mapping[str, str], out: Path | None, console: Console) -> None:
+    """Prints tables under their titles, and puts them into the page `out`."""
     device = f"{torch.cuda.get_device_name()}, torch {torch.__version__}, CUDA {torch.version.cuda}"
-    text = "\n\n".join([device, *tables]) + "\n"
-    console.print(text, markup=False, highlight=False, soft_wrap=True)
+    console.print("\n\n".join([device, *map("\n\n".join, tables.items())]), markup=False, soft_wrap=True)
     if out:
-        out.write_text(text)
+        out.write_text(with_tables(out.read_text() if out.exists() else f"{device}\n", tables))
+
+
+def with_tables(page: str, tables: Mapping[str, str]) -> str:
+    """The page with each table in place of the one under its heading `### TITLE`, or under a new one at the end."""
+    for title, fresh in tables.items():
+        before, heading, after = page.partition(f"### {title}\n")
+        if heading:
+            old = re.search(r"^(\|.*\n?)+", after, re.MULTILINE)
+            assert old, f"there is no table under {title!r}"
+            page = f"{before}{heading}{after[: old.start()]}{fresh}\n{after[old.end() :]}"
+        else:
+            page = f"{page.rstrip()}\n\n### {title}\n\n{fresh}\n"
+    return page

@@ -38,9 +38,9 @@ def candidates(kind: str, tokens: int, num_experts: int) -> list[Tile]:
     rows = max(1, tokens * bench.TOP_K // num_experts) if num_experts else tokens
     heights = (16,) if rows <= 8 else (16, 32) if rows <= 16 else tuple(h for h in (32, 64, 128, 256) if h <= rows)
     if kind.startswith("w4"):
-        shapes, stages = ((64, 2), (64, 4), (128, 4), (128, 8)), (3, 4, 5)
-        first = (True,) if rows <= 32 else (True, False)
-        return [Tile(h, *shape, s, rows_first=f) for h, shape, s, f in product(heights, shapes, stages, first)]
+        shapes, stages = ((64, 4), (128, 4), (128, 8)), (3, 4, 5)
+        groups = (1, 2) if kind == "w4a16" and rows <= 64 else (1,)
+        return [Tile(h, *shape, s, groups=g) for h, shape, s, g in product(heights, shapes, stages, groups)]
     shapes = ((64, 4), (128, 8)) if rows <= 512 else ((64, 4), (128, 8), (256, 8))
     stages = ((3, 0), (4, 8), (6, 8), (6, 10))
     return [Tile(h, *shape, s, lone_stages=lone) for h, shape, (s, lone) in product(heights, shapes, stages)]

@@ -108,7 +108,7 @@ def _tensors(shell: PreTrainedModel, scheme: Scheme, encoded: Mapping[str, Encod
     for name, tensor in codes.items():
         owner = name.removesuffix(".weight")
         yield f"{owner}.weight_packed" if packed else name, tensor
-        yield f"{owner}.weight_scale", scales[name].reshape(-(-len(tensor) // scheme.rows_per_scale), -1)
+        yield f"{owner}.weight_scale", scales[name].reshape(-(-len(tensor) // scheme.rows_per_scale), -1).contiguous()
         if packed:
             yield f"{owner}.weight_shape", torch.tensor([len(tensor), tensor.shape[1] * CODES_PER_INT32])
 

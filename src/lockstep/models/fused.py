@@ -94,9 +94,9 @@ def joined(parameters: Sequence[Tensor]) -> Tensor | None:
     first, storage = parameters[0], parameters[0].untyped_storage().data_ptr()
     expected = first.data_ptr()
     for p in parameters:
-        if p.data_ptr() != expected or p.untyped_storage().data_ptr() != storage or not p.is_contiguous():
+        if p.data_ptr() != expected or p.untyped_storage().data_ptr() != storage or p.stride() != first.stride():
             return None
-        expected += p.numel() * p.element_size()
+        expected += len(p) * p.stride(0) * p.element_size()
     return first.data.as_strided((sum(map(len, parameters)), *first.shape[1:]), first.stride())
 
 

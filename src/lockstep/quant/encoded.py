@@ -17,7 +17,7 @@ class Encoded:
     """A weight [out, in], or [experts, out, in], as codes and float32 scales."""
 
     codes: Tensor  # int8 or float8_e4m3fn [..., out, in]; uint8 [..., out, ceil(in / 2)] holds two 4-bit codes a byte
-    scales: Tensor  # float32; how many values share one is the format's business
+    scales: Tensor  # float32; how many values share one, and in which order they lie, is the format's business
     shape: tuple[int, ...]  # of the weight
 
     @property
@@ -58,7 +58,7 @@ def stack(parts: Sequence[Encoded]) -> tuple[Encoded, list[Encoded]]:
     """
     if not stackable(parts):
         raise ValueError(f"cannot stack weights {[part.shape for part in parts]}: a block of rows is not full")
-    codes, scales = (torch.cat(tensors) for tensors in zip(*(part.tensors.values() for part in parts), strict=True))
+    codes, scales = torch.cat([part.codes for part in parts]), _stacked([part.scales for part in parts])
     whole = Encoded(codes, scales, (codes.shape[0], *parts[0].shape[1:]))
     views = zip(
         codes.split([len(part.codes) for part in parts]),
@@ -66,6 +66,13 @@ def stack(parts: Sequence[Encoded]) -> tuple[Encoded, list[Encoded]]:
         strict=True,
     )
     return whole, [Encoded(*view, part.shape) for view, part in zip(views, parts, strict=True)]
+
+
+def _stacked(scales: Sequence[Tensor]) -> Tensor:
+    """One after the other; those that lie group by group still do."""
+    if all(part.is_contiguous() for part in scales):
+        return torch.cat(list(scales))
+    return torch.cat([part.mT for part in scales], -1).mT
 
 
 def stackable(parts: Sequence[Encoded]) -> bool:

@@ -71,3 +71,10 @@ def test_a_block_has_the_layers_of_the_bench(format: Format | None, monkeypatch:
     for layer, matrix in zip(bench_block.linears(format, weights), matrices, strict=True):
         x = torch.randn(3, matrix.shape[1])
         assert (layer(x) - x @ matrix.mT).norm() < 0.2 * (x @ matrix.mT).norm()
+
+
+def test_a_page_keeps_its_prose_and_gets_fresh_tables() -> None:
+    page = "# P\n\n### A\n\nWhy.\n\n| old |\n|---|\n| 1 |\n\nAfter.\n"
+    fresh = bench.with_tables(page, {"A": "| new |\n|---|\n| 2 |", "B": "| b |"})
+    assert fresh == "# P\n\n### A\n\nWhy.\n\n| new |\n|---|\n| 2 |\n\nAfter.\n\n### B\n\n| b |\n"
+    assert bench.with_tables(fresh, {"B": "| b |"}) == fresh

@@ -4,7 +4,8 @@ Integer formats: codes and accumulators of a fast kernel are equal to these, bit
 kernel may add in another order and precision, within `error_bound`. Here sums are float64, which holds every sum of
 products of codes exactly.
 
-Shapes: M rows, K inputs, N outputs, E experts, G = ceil(K / 128) groups. Scales are float32.
+Shapes: M rows, K inputs, N outputs, E experts, G = ceil(K / 128) groups. Scales are float32; those of 4-bit weights are
+values that bfloat16 holds.
 """
 
 from __future__ import annotations
@@ -50,16 +51,22 @@ def quantize_blocks_fp8(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def quantize_groups_int4(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """[..., K] to int8 codes within ±7 [..., K] and scales [..., G]."""
+    """[..., K] to int8 codes within ±7 [..., K] and scales [..., G], each a value that bfloat16 holds.
+
+    A code times such a scale is exact in float32, so that a decoded weight is rounded once, in whatever type.
+    """
     weight = weight.float()
-    scales = _scales(group_absmax(weight), INT4_MAX, INT4_MIN_SCALE)
+    scales = _scales(group_absmax(weight), INT4_MAX, INT4_MIN_SCALE).bfloat16().float()
     return _round(weight / spread(scales, weight.shape[-1]), INT4_MAX), scales
 
 
 def quantize_int4(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """[..., K] to packed codes [..., ceil(K / 2)] and scales [..., G]."""
+    """[..., N, K] to packed codes [..., N, ceil(K / 2)] and scales [..., N, G], which lie group by group in memory.
+
+    A kernel that computes many outputs over one group then reads their scales side by side.
+    """
     codes, scales = quantize_groups_int4(weight)
-    return pack_int4(codes), scales
+    return pack_int4(codes), scales.mT.contiguous().mT
 
 
 def group_absmax(x: Tensor) -> Tensor:

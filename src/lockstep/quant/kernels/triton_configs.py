@@ -26,15 +26,15 @@ DENSE: dict[str, dict[int, Tile]] = {
         ANY: Tile(128, 128, 8, 3),
     },
     "w4a16": {
-        16: Tile(16, 64, 4, 4, rows_first=True),
-        32: Tile(32, 64, 4, 4, rows_first=True),
+        16: Tile(16, 64, 4, 3, groups=2),
+        32: Tile(32, 64, 4, 3, groups=2),
         64: Tile(64, 64, 4, 3),
         ANY: Tile(128, 64, 4, 3),
     },
     "w4a8": {
-        16: Tile(16, 64, 2, 5, rows_first=True),
-        32: Tile(32, 64, 4, 4, rows_first=True),
-        64: Tile(64, 64, 4, 5),
+        16: Tile(16, 64, 4, 5),
+        32: Tile(32, 64, 4, 5),
+        64: Tile(64, 64, 4, 4),
         ANY: Tile(128, 64, 4, 3),
     },
 }
@@ -51,13 +51,13 @@ GROUPED: dict[str, dict[int, Tile]] = {
         ANY: Tile(64, 128, 8, 4),
     },
     "w4a16": {
-        8: Tile(16, 128, 4, 4, rows_first=True),
+        8: Tile(16, 64, 4, 3, groups=2),
         32: Tile(32, 128, 4, 3),
-        ANY: Tile(64, 128, 4, 3, rows_first=True),
+        ANY: Tile(64, 128, 4, 3),
     },
     "w4a8": {
-        8: Tile(16, 64, 2, 3, rows_first=True),
-        32: Tile(32, 128, 4, 3, rows_first=True),
+        8: Tile(16, 64, 4, 4),
+        32: Tile(32, 128, 4, 3),
         ANY: Tile(64, 128, 8, 3),
     },
 }
@@ -68,3 +68,8 @@ def tile_for(kind: str, rows: int, experts: int = 0) -> Tile:
     """The tile for `rows` in all, spread over `experts` weights (0: one weight)."""
     table, load = (GROUPED, rows / experts) if experts else (DENSE, rows)
     return next(tile for most, tile in table[LIKE.get(kind, kind)].items() if load <= most)
+
+
+def max_chunks(kind: str, rows: int) -> int:
+    """Into how many parts the 4-bit kernels cut K at most, for one weight. Only w4a16 looks at the number of rows."""
+    return 4 if kind != "w4a16" else 6 if rows <= 64 else 2

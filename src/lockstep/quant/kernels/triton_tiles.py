@@ -39,8 +39,8 @@ class Tile:
     outputs: int
     warps: int
     stages: int  # steps of K loaded ahead, plus one
-    rows_first: bool = False  # 4 bits: the tile is [rows, outputs] rather than [outputs, rows]
-    lone_stages: int = 0  # the same where a multiprocessor has no second program to hide its waiting; 0: as many
+    groups: int = 1  # of 128 values of K in a step of 4-bit kernels
+    lone_stages: int = 0  # the stages where a multiprocessor has no second program to hide its waiting; 0: as many
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,7 @@ def make_plan(tile: Tile, chunks: int, M: int, N: int, K: int, experts: int = 0,
     chunks = 1 if experts or (exact and not few) else max(1, chunks)
     chunk = cdiv(cdiv(K, _ALIGNED), chunks) * _ALIGNED
     chunks = cdiv(K, chunk)
-    even = K % GROUP == 0
+    even = K % (GROUP * tile.groups) == 0
     return Plan(tile, chunks, chunk, row_tiles, output_tiles, experts, few and chunks > 1, even)
 
 

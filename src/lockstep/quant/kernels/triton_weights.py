@@ -35,14 +35,14 @@ def quantize_blocks_fp8(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def quantize_int4(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """[..., K] to packed codes [..., ceil(K / 2)] and scales [..., ceil(K / 128)]."""
-    *lead, K = weight.shape
+    """[..., N, K] to packed codes [..., N, ceil(K / 2)] and scales [..., N, ceil(K / 128)], in memory by group."""
+    *lead, N, K = weight.shape
     weight = weight.contiguous()
-    packed = torch.empty(*lead, (K + 1) // 2, dtype=torch.uint8, device=weight.device)
-    scales = torch.empty(*lead, cdiv(K, GROUP.value), dtype=torch.float32, device=weight.device)
-    N = weight.numel() // K
-    grid = cdiv(N, INT4_ROWS.value), scales.shape[-1]
-    _quantize_int4[grid](weight, packed, scales, N, K, packed.shape[-1])
+    packed = torch.empty(*lead, N, (K + 1) // 2, dtype=torch.uint8, device=weight.device)
+    scales = torch.empty(*lead, cdiv(K, GROUP.value), N, dtype=torch.float32, device=weight.device).mT
+    rows = weight.numel() // K
+    grid = cdiv(rows, INT4_ROWS.value), scales.shape[-1]
+    _quantize_int4[grid](weight, packed, scales, rows, N, K, packed.shape[-1], *scales.stride()[-2:])
     return packed, scales
 
 
@@ -62,12 +62,15 @@ def dequantize_blocks(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tens
 
 
 def dequantize_int4(packed: Tensor, scales: Tensor, K: int, dtype: torch.dtype) -> Tensor:
-    """Packed codes [..., ceil(K / 2)] times scales [..., ceil(K / 128)], to [..., K]."""
-    packed, scales = packed.contiguous(), scales.contiguous()
+    """Packed codes [..., N, ceil(K / 2)] times scales [..., N, ceil(K / 128)], to [..., N, K]."""
+    packed = packed.contiguous()
+    assert scales.ndim == 2 or scales.stride(0) == scales[0].numel(), "experts lie one after the other"
     weight = torch.empty(*packed.shape[:-1], K, dtype=dtype, device=packed.device)
-    N = scales.numel() // scales.shape[-1]
-    grid = cdiv(N, INT4_ROWS.value), scales.shape[-1]
-    _dequantize_int4[grid](packed, scales, weight, N, K, packed.shape[-1], EVEN=K % GROUP.value == 0)
+    rows, N = scales.numel() // scales.shape[-1], scales.shape[-2]
+    grid = cdiv(rows, INT4_ROWS.value), scales.shape[-1]
+    _dequantize_int4[grid](
+        packed, scales, weight, rows, N, K, packed.shape[-1], *scales.stride()[-2:], EVEN=K % GROUP.value == 0
+    )
     return weight
 
 
@@ -98,22 +101,28 @@ def _quantize_block(weight, codes, scales, N, K):
 
 
 @triton.jit
-def _quantize_int4(weight, packed, scales, N, K, row_bytes):
+def _quantize_int4(weight, packed, scales, num_rows, N, K, row_bytes, scale_n, scale_k):
     """One group of K of some rows."""
     rows = tl.program_id(0).to(tl.int64) * INT4_ROWS + tl.arange(0, INT4_ROWS)
     group = tl.program_id(1)
     place = tl.arange(0, HALF)[None, :]
     half = tl.minimum(HALF, (K - group * GROUP + 1) // 2)
     k = group * GROUP + place
-    first = (rows < N)[:, None] & (place < half)
+    first = (rows < num_rows)[:, None] & (place < half)
     low = tl.load(weight + rows[:, None] * K + k, first, 0.0).to(tl.float32)
     high = tl.load(weight + rows[:, None] * K + k + half, first & (k + half < K), 0.0).to(tl.float32)
     absmax = tl.maximum(absmax_of(low, 1), absmax_of(high, 1)).to(tl.float32, bitcast=True)
     scale = tl.div_rn(absmax, INT4_MAX)
-    scale = tl.where(scale < INT4_MIN_SCALE, INT4_MIN_SCALE, scale)  # keeps NaN
+    scale = tl.where(scale < INT4_MIN_SCALE, INT4_MIN_SCALE, scale).to(tl.bfloat16).to(tl.float32)  # keeps NaN
     codes = _nibble(low, scale[:, None]) | (_nibble(high, scale[:, None]) << 4)
     tl.store(packed + rows[:, None] * row_bytes + group * HALF + place, codes.to(tl.uint8), first)
-    tl.store(scales + rows * tl.cdiv(K, GROUP) + group, scale, rows < N)
+    tl.store(_scale_at(scales, rows, group, N, K, scale_n, scale_k), scale, rows < num_rows)
+
+
+@triton.jit
+def _scale_at(scales, rows, group, N, K, scale_n, scale_k):
+    """Where a group's scale is for rows of experts, one after the other."""
+    return scales + rows // N * (N * tl.cdiv(K, GROUP)) + rows % N * scale_n + group * scale_k
 
 
 @triton.jit
@@ -137,17 +146,17 @@ def _dequantize_tile(codes, scales, values, rows, N, K, width, ROWS_PER_SCALE: t
 
 
 @triton.jit
-def _dequantize_int4(packed, scales, weight, N, K, row_bytes, EVEN: tl.constexpr):
+def _dequantize_int4(packed, scales, weight, num_rows, N, K, row_bytes, scale_n, scale_k, EVEN: tl.constexpr):
     """One group of K of some rows."""
     rows = tl.program_id(0).to(tl.int64) * INT4_ROWS + tl.arange(0, INT4_ROWS)
     group = tl.program_id(1)
     place = tl.arange(0, HALF)[None, :]
     half = HALF if EVEN else tl.minimum(HALF, (K - group * GROUP + 1) // 2)
-    inside = (rows < N)[:, None]  # the same along K where it can be, so that accesses are wide
+    inside = (rows < num_rows)[:, None]  # the same along K where it can be, so that accesses are wide
     if not EVEN:
         inside = inside & (place < half)
     codes = tl.load(packed + rows[:, None] * row_bytes + group * HALF + place, inside, 0)
-    scale = tl.load(scales + rows * tl.cdiv(K, GROUP) + group, rows < N, 0.0)[:, None]
+    scale = tl.load(_scale_at(scales, rows, group, N, K, scale_n, scale_k), rows < num_rows, 0.0)[:, None]
     low = ((codes & 0x0F).to(tl.float32) - 8.0) * scale
     high = ((codes >> 4).to(tl.float32) - 8.0) * scale
     start = weight + rows[:, None] * K + group * GROUP + place
