@@ -1,8 +1,9 @@
 """A model in a low-bit format as a compressed-tensors checkpoint, for vLLM and transformers to load.
 
-The codes are the format's own, and so are its float32 scales (readers may round these: vLLM keeps the scales of int4
-weights in the model's dtype, of 8-bit weights in float32). How inputs are quantized is said in config.json and done by
-the reader. Fused experts are split into the tensors of one expert each, by transformers' own conversion.
+The codes are the format's own, and so are its float32 scales (vLLM keeps those of int4 weights in the model's dtype,
+which loses nothing in bfloat16: they are bfloat16 values, unless an update scale was taken out of them). How inputs are
+quantized is said in config.json and done by the reader. Fused experts are split into the tensors of one expert each, by
+transformers' own conversion.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from lockstep.quant.encoded import stack
 from lockstep.quant.format import Format
 from lockstep.quant.formats.fp8_w8a8 import FP8W8A8
+from lockstep.quant.formats.w4a16 import W4A16
 from lockstep.quant.kernels import cpu, cuda, reference
 from quant_support import all_formats, same_bytes
 
@@ -114,3 +115,19 @@ def test_half_a_block_cannot_be_stacked_on() -> None:
     format = FP8W8A8(block=True)
     with pytest.raises(ValueError, match=r"\(70, 140\), \(128, 140\)\]: a block of rows is not full"):
         stack([format.quantize(torch.randn(70, 140)), format.quantize(torch.randn(128, 140))])
+
+
+def test_scales_of_4_bit_weights_lie_group_by_group_also_when_stacked() -> None:
+    parts = [W4A16().quantize(torch.randn(rows, 300)) for rows in (8, 24)]
+    whole, views = stack(parts)
+    assert [tensor.scales.stride() for tensor in (*parts, whole)] == [(1, 8), (1, 24), (1, 32)]
+    views[1].copy_(parts[1])
+    assert torch.equal(whole.scales[8:], parts[1].scales)
+
+
+def test_scales_of_4_bit_weights_are_bfloat16_values() -> None:
+    weight = torch.randn(16, 300)
+    scales = W4A16().quantize(weight).scales
+    assert scales.dtype == torch.float32
+    assert torch.equal(scales, scales.bfloat16().float())
+    assert torch.equal(scales, (reference.group_absmax(weight) / 7).bfloat16().float())

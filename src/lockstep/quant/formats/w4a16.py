@@ -16,7 +16,9 @@ from lockstep.quant.scheme import INT4, Scheme
 
 @dataclass(frozen=True, slots=True)
 class W4A16(Format):
-    """q = round(w / s) within ±7, s = max(absmax / 7, 1e-5) of a group;  y = Σ x·(q·s), q·s rounded to x's dtype.
+    """q = round(w / s) within ±7, s = max(absmax / 7, 1e-5) of a group, rounded to bfloat16;  y = Σ x·(q·s).
+
+    q·s is rounded to the dtype of x, once: with such a scale it is exact in float32.
 
     Inputs have no codes, so NaN in them is not refused: it comes out as NaN, as in any linear layer.
     """

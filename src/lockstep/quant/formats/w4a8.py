@@ -17,7 +17,10 @@ from lockstep.quant.scheme import INT4, INT8, PER_TOKEN, Scheme
 
 @dataclass(frozen=True, slots=True)
 class W4A8(Format):
-    """y = (Σ_g (Σ q_x·q_w)_g · s_g)·s_x over groups g;  with int8 inputs the inner sums are exact."""
+    """y = (Σ_g (Σ q_x·q_w)_g · s_g)·s_x over groups g;  with int8 inputs the inner sums are exact.
+
+    Weights have the codes and scales of `W4A16`.
+    """
 
     bits: ClassVar[int] = 4
     inputs: Literal["int8", "fp8"] = "int8"

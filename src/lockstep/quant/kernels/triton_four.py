@@ -100,6 +100,7 @@ def run(
     """With the given plan, whatever the table says."""
     (M, K), N = x.shape, packed.shape[-2]
     assert scales.ndim == 2 or scales.stride(0) == scales[0].numel(), "experts lie one after the other"
+    assert sx is None or plan.tile.groups == 1, "a group's sum of 8-bit products has a scale of its own"
     x, packed = x.contiguous(), packed.contiguous()
     y = torch.empty(M, N, dtype=dtype, device=x.device)
     partials, counters = plan.meeting_place(torch.float32, x.device)
@@ -152,44 +153,35 @@ def _four_bit(
 def _add_step(acc, x, w, sw, scale_k, k, K, GROUPS: tl.constexpr, EVEN: tl.constexpr, ASSEMBLY: tl.constexpr):
     """acc plus the product over some groups of K."""
     place, group = tl.arange(0, GROUPS * STEP), tl.arange(0, GROUPS)
-    scales_at = sw[:, None] + ((group + k // STEP) * scale_k)[None, :]
+    scales = tl.load(sw[:, None] + ((group + k // STEP) * scale_k)[None, :])
     WIDE: tl.constexpr = x.dtype.element_ty.primitive_bitwidth == 16
     if EVEN:
         codes = _load_pairs(w, k, GROUPS) if WIDE else tl.load(w[:, None] + (tl.arange(0, HALF) + k // 2)[None, :])
-        scales = tl.load(scales_at)
         x_step = tl.load(x[None, :] + (place + k)[:, None])
     else:
-        codes = _load_ragged_pairs(w, k, K, GROUPS) if WIDE else _load_ragged(w, tl.arange(0, HALF), k, K)
-        scales = tl.load(scales_at, (k + group * STEP < K)[None, :], 0.0)
-        half = _half(k + place // STEP * STEP, K)
-        ks = k + place // STEP * STEP + tl.where(place % STEP < HALF, place % STEP, place % HALF + half)
+        half = tl.minimum(HALF, (K - k + 1) // 2)  # one group, which may be the last and shorter
+        codes = _load_ragged_pairs(w, k, half) if WIDE else _load_ragged(w, tl.arange(0, HALF), k, half)
+        ks = k + tl.where(place < HALF, place, place - HALF + half)
         x_step = tl.load(x[None, :] + ks[:, None], ((place % HALF < half) & (ks < K))[:, None], 0.0)
     return _multiply(acc, codes, scales, x_step, ASSEMBLY)
 
 
 @triton.jit
 def _load_pairs(w, k, GROUPS: tl.constexpr):
-    """Bytes two by two [BN, 32·GROUPS], as the tensor cores take 16-bit weights: loads are then 16 bytes wide."""
+    """Bytes two by two [BN, 32·GROUPS], as the tensor cores take 16-bit weights."""
     return tl.load(w.to(tl.pointer_type(tl.int16))[:, None] + (tl.arange(0, GROUPS * HALF // 2) + k // 4)[None, :])
 
 
 @triton.jit
-def _load_ragged_pairs(w, k, K, GROUPS: tl.constexpr):
-    first = tl.arange(0, GROUPS * HALF // 2) * 2
-    low, high = _load_ragged(w, first, k, K), _load_ragged(w, first + 1, k, K)
+def _load_ragged_pairs(w, k, half):
+    first = tl.arange(0, HALF // 2) * 2
+    low, high = _load_ragged(w, first, k, half), _load_ragged(w, first + 1, k, half)
     return (low.to(tl.int16) | (high.to(tl.int16) << 8)).to(tl.int16)
 
 
 @triton.jit
-def _load_ragged(w, byte, k, K):
-    """Bytes of the groups from k on that are there."""
-    return tl.load(w[:, None] + (byte + k // 2)[None, :], (byte % HALF < _half(k + byte // HALF * STEP, K))[None, :], 0)
-
-
-@triton.jit
-def _half(k, K):
-    """Bytes of the group that starts at k, which may be the last and shorter, or not there."""
-    return tl.minimum(HALF, (K - k + 1) // 2)
+def _load_ragged(w, byte, k, half):
+    return tl.load(w[:, None] + (byte + k // 2)[None, :], (byte < half)[None, :], 0)
 
 
 @triton.jit

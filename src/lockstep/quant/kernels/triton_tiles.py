@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import os
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -39,7 +39,7 @@ class Tile:
     outputs: int
     warps: int
     stages: int  # steps of K loaded ahead, plus one
-    groups: int = 1  # of 128 values of K in a step of 4-bit kernels
+    groups: int = 1  # w4a16: of 128 values of K in a step, where K is a multiple of so many
     lone_stages: int = 0  # the stages where a multiprocessor has no second program to hide its waiting; 0: as many
 
 
@@ -97,6 +97,7 @@ def cdiv(a: int, b: int) -> int:
 
 def make_plan(tile: Tile, chunks: int, M: int, N: int, K: int, experts: int = 0, exact: bool = False) -> Plan:
     """Experts have enough tiles without chunks. `exact` sums need chunks only where they run side by side."""
+    tile = tile if K % (GROUP * tile.groups) == 0 else replace(tile, groups=1)
     row_tiles = cdiv(M, tile.rows)
     if experts:
         row_tiles = min(M, experts + M // tile.rows)  # the most there can be, however rows fall: known without waiting
@@ -105,7 +106,7 @@ def make_plan(tile: Tile, chunks: int, M: int, N: int, K: int, experts: int = 0,
     chunks = 1 if experts or (exact and not few) else max(1, chunks)
     chunk = cdiv(cdiv(K, _ALIGNED), chunks) * _ALIGNED
     chunks = cdiv(K, chunk)
-    even = K % (GROUP * tile.groups) == 0
+    even = K % GROUP == 0
     return Plan(tile, chunks, chunk, row_tiles, output_tiles, experts, few and chunks > 1, even)
 
 
