@@ -163,9 +163,12 @@ def test_a_norm_that_is_also_read_outside_matrices_is_refused() -> None:
 
 @pytest.mark.parametrize("name", choices(FORMATS))
 def test_a_uniform_scale_changes_no_code(name: str) -> None:
-    """Scales follow the largest weight, so they take up any factor; by 1.5 a few weights are rounded over a tie."""
+    """Scales follow the largest weight, so they take up any factor; by 1.5 a few weights are rounded over a tie.
+
+    4-bit scales are rounded to bfloat16, which a power of two passes through and 1.5 does not.
+    """
     format: Format = load_class(FORMATS, name)()
     weight = torch.randn(512, 384, generator=torch.Generator().manual_seed(0)) * 0.05
     codes = format.quantize(weight)
     assert codes.changed(format.quantize(weight / 2)) == 0
-    assert codes.changed(format.quantize(weight / 1.5)) < 2e-5
+    assert codes.changed(format.quantize(weight / 1.5)) < (5e-3 if format.bits == 4 else 2e-5)
