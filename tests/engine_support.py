@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from lockstep.models import kv
 from lockstep.models.engine_view import engine_view
+from lockstep.models.releasable import Releasable
 from lockstep.models.routing import find_routers
 from lockstep.models.tiny import SPECIALS, TinyModel, byte_tokenizer, tiny_model
 from lockstep.rollout.config import RolloutConfig
@@ -36,17 +37,25 @@ def small(*, experts: int = 0, context: int = 128, seed: int = 0) -> PreTrainedM
 
 
 def engine_core(
-    module: PreTrainedModel, *, pages: int | None = None, end: Sequence[int] = (), record: bool = False, **config: Any
+    module: PreTrainedModel,
+    *,
+    pages: int | None = None,
+    end: Sequence[int] = (),
+    record: bool = False,
+    share: bool = False,
+    **config: Any,
 ) -> EngineCore:
-    """An engine on its own copy of the weights; `pages` is how much memory it has, `record` is for expert routes."""
+    """An engine on its own copy of the weights, or with `share` on the module's; `pages` is how much memory it has,
+    `record` is for expert routes."""
     if pages is not None:
         text = module.config.get_text_config()
         heads, key, value = kv.kv_shape(text)
         page_bytes = text.num_hidden_layers * PAGE_SIZE * heads * (key + value) * 4 + 64 * record
         config["kv_gib"] = (pages + 0.5) * page_bytes / 2**30
     routers = find_routers(module) if record else None
-    view = engine_view(module, share=False, routers=routers)
-    return EngineCore(view, byte_tokenizer(), end, RolloutConfig(**config), routers)
+    memory = Releasable(module.device) if config.get("sleep") else None
+    view = engine_view(module, share=share, routers=routers, memory=memory)
+    return EngineCore(view, byte_tokenizer(), end, RolloutConfig(**config), routers, memory)
 
 
 def prompt(length: int, seed: int, vocab: int = 256) -> tuple[int, ...]:

@@ -282,7 +282,11 @@ METRICS = (
     Metric("perf/samples_per_s", "answers sampled for a step, replaced ones too, per second of wall time"),
     Metric("perf/prefix_hit", "share of prompt tokens found in the prefix cache"),
     Metric("perf/preemptions", "sequences that lost their pages and were prefilled again", "0"),
-    Metric("perf/memory_gib", "peak memory of the process (CPU) or device"),
+    Metric(
+        "perf/memory_gib",
+        "peak memory of the process (CPU) or, as PyTorch counts it, of the device; with `rollout.sleep` without keys "
+        "and values",
+    ),
     Metric(
         "time/*",
         "seconds of a step: total, rollout (engine busy), learn, wait (neither), sync, audit; eval, save",

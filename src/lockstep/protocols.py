@@ -48,6 +48,16 @@ class Engine(Protocol):
         """What the weights of these names, or all, run in now."""
         ...
 
+    async def sleep(self) -> None:
+        """Gives its memory on the device up to others. What was asked for before goes on after `wake`; until then
+        requests fail. Called again, it does nothing. RuntimeError if it was not started to do so."""
+        ...
+
+    async def wake(self) -> None:
+        """Takes its memory back. Weights of its own are gone: the next `update_weights` brings them, and answers go on
+        from then. RuntimeError, and it sleeps on, if the device has too little memory left."""
+        ...
+
     async def reset_cache(self) -> None:
         """Forgets cached prefixes, so that what ran before leaves no trace in the arithmetic."""
         ...

@@ -40,6 +40,7 @@ CASES = {
     "ahead by two, recomputed": ["train.max_staleness=2", 'rollout.update="reprefill"'],
     "ahead by one, drained": ["train.max_staleness=1", 'rollout.update="drain"'],
     "few rows and pages": ["rollout.max_seqs=3", "rollout.step_tokens=16", "rollout.kv_gib=0.00002"],
+    "asleep by turns": ["model.init.experts=4", "rollout.sleep=true", "learner.mini_steps=2"],
     "warm": ["rollout.temperature=1.3", "eval.k=2"],
     "bfloat16": ["learner.dtype=bfloat16"],
     "float16": ["learner.dtype=float16"],
@@ -62,6 +63,14 @@ def test_it_trains(name: str, tmp_path: Path) -> None:
     if recipe.train.max_staleness == 0:
         bound = 1e-2 if name in HALF else 1e-6
         assert max(runs.metrics(root, "mismatch/k3").values()) < bound
+
+
+def test_sleep_changes_nothing_but_memory(tmp_path: Path) -> None:
+    """Every group is there before the first is learned from, in the same order as without."""
+    for sleep in ("true", "false"):
+        overrides = ["train.steps=2", "eval.every=1", f"rollout.sleep={sleep}"]
+        train(load(Recipe, runs.write_recipe(tmp_path), overrides), tmp_path / sleep, plain=True)
+    assert runs.weights(tmp_path / "true", 2) == runs.weights(tmp_path / "false", 2)
 
 
 def test_a_mixture_resumes_bit_for_bit(tmp_path: Path) -> None:

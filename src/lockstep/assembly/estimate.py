@@ -7,10 +7,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from lockstep.assembly.devices import choose_device
 from lockstep.assembly.recipe import Recipe
-from lockstep.models.kv import kv_shape
+from lockstep.models.kv import KVCache
 from lockstep.models.loading import ModelConfig, read_config
 from lockstep.models.lowbit import low_bit_layers
 from lockstep.models.tiny import tiny_model
+from lockstep.rollout.budget import kv_gib
 from lockstep.rollout.core import PAGE_SIZE
 
 GIB = 2**30
@@ -19,15 +20,36 @@ GIB = 2**30
 def estimate(recipe: Recipe) -> dict[str, float]:
     """GiB by purpose, on one rank. Activations are a rule of thumb; the rest is counted."""
     module = _outline(recipe.model)
+    parts = _without_kv(recipe, module)
+    return parts | {"keys and values": planned_kv_gib(recipe, module, leave_gib=sum(parts.values()))}
+
+
+def planned_kv_gib(recipe: Recipe, module: PreTrainedModel, leave_gib: float) -> float:
+    """What the engine takes for keys and values: what it may, or less where its rows can never fill that."""
+    device, config = choose_device(recipe.device), recipe.rollout
+    dtype = torch.float8_e4m3fn if config.kv_precision == "fp8" else recipe.learner.torch_dtype(device)
+    pages = config.max_seqs * -(-module.config.get_text_config().max_position_embeddings // PAGE_SIZE)
+    most = pages * PAGE_SIZE * KVCache.slot_bytes(module.config, dtype) / GIB
+    return min(kv_gib(config, device, leave_gib), most)
+
+
+def gib_for_learner(recipe: Recipe, module: PreTrainedModel, world: int) -> float:
+    """What is still to be taken on the engine's device once the model is loaded; of what only a learner at work needs,
+    nothing if the engine sleeps meanwhile."""
+    parts = _without_kv(recipe, module, world)
+    passing = ("gradients", "activations (about)")
+    sharded = ("float32 masters", "gradients", "optimiser")
+    taken = {"weights", "low-bit weights", *(passing if recipe.rollout.sleep else ())}
+    return sum(gib / (world if name in sharded else 1) for name, gib in parts.items() if name not in taken)
+
+
+def _without_kv(recipe: Recipe, module: PreTrainedModel, world: int = 1) -> dict[str, float]:
     num_parameters, (num_low_bit, codes) = module.num_parameters(), _low_bit_size(recipe, module)
     text = module.config.get_text_config()
     dtype = recipe.learner.torch_dtype(choose_device(recipe.device))
     masters = 0 if dtype == torch.float32 else 4 * num_parameters
     engine = dtype.itemsize * (num_parameters - num_low_bit) + codes
-    own_buffers = recipe.train.max_staleness > 0
-    heads, key_size, value_size = kv_shape(text)
-    kv_token = text.num_hidden_layers * heads * (key_size + value_size) * dtype.itemsize
-    kv_most = recipe.rollout.max_seqs * -(-text.max_position_embeddings // PAGE_SIZE) * PAGE_SIZE * kv_token
+    own_buffers = recipe.train.max_staleness > 0 or world > 1
     wide = 2 * text.hidden_size + 3 * text.intermediate_size + 4 * text.hidden_size
     layers = 2 if recipe.learner.activation_checkpointing else text.num_hidden_layers
     parts = {
@@ -38,7 +60,6 @@ def estimate(recipe: Recipe) -> dict[str, float]:
         "gradients": 4 * num_parameters,
         "optimiser": 8 * num_parameters,
         "reference": dtype.itemsize * _reference_size(recipe),
-        "keys and values": min(recipe.rollout.kv_gib * GIB, kv_most),
         "activations (about)": recipe.learner.micro_tokens * layers * wide * dtype.itemsize,
     }
     return {name: size / GIB for name, size in parts.items()}

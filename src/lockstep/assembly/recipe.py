@@ -50,6 +50,15 @@ class Recipe(Config):
     record: RecorderConfig = RecorderConfig()
 
     @model_validator(mode="after")
+    def _sleeps_by_turns(self) -> Recipe:
+        if self.rollout.sleep and self.train.max_staleness:
+            raise ValueError(
+                f"rollout.sleep = true needs train.max_staleness = 0, not {self.train.max_staleness}: with staleness "
+                "the engine samples while the learner learns"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _samples_what_it_learns(self) -> Recipe:
         """Log-probs of a truncated distribution are not the model's: the correction would correct the wrong thing."""
         if self.train.steps and self.rollout.params().truncates:

@@ -15,6 +15,7 @@ from pathlib import Path
 from torch import Tensor
 
 from lockstep.assembly.devices import choose_device
+from lockstep.assembly.estimate import gib_for_learner, planned_kv_gib
 from lockstep.assembly.recipe import Recipe
 from lockstep.bus import memory as bus_memory
 from lockstep.config import ConfigError
@@ -31,6 +32,7 @@ from lockstep.models.routing import Routers, find_routers, install_routing
 from lockstep.models.selfcheck import self_check
 from lockstep.models.twins import use_attention
 from lockstep.protocols import Bus, Engine, Recorder, Task
+from lockstep.rollout.budget import kv_gib
 from lockstep.rollout.evaluate import Evaluator
 from lockstep.rollout.worker import Answerer, GroupRollout
 from lockstep.tasks.judging import Judge
@@ -50,17 +52,28 @@ def load_model(recipe: Recipe, checkpoint: Path | str | None = None) -> Loaded:
 class Sampling:
     """What samples and judges: enough to evaluate or generate; training adds a learner."""
 
-    def __init__(self, recipe: Recipe, loaded: Loaded, *, share: bool = True, routers: Routers | None = None) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        loaded: Loaded,
+        *,
+        share: bool = True,
+        routers: Routers | None = None,
+        leave_gib: float = 0.0,
+    ) -> None:
         """`share`: the engine reads the loaded module's own memory; otherwise it gets buffers of its own.
 
-        `routers`: answers bring the experts that these choose.
+        `routers`: answers bring the experts that these choose. `leave_gib`: of the device's memory, for a learner.
         """
         self.recipe = recipe
         self.loaded = loaded
         self.store = weights_memory.Memory(snapshot=not share)
         self.low_bit = low_bit_weights(recipe, loaded)
+        budget = kv_gib(recipe.rollout, loaded.module.device, leave_gib)
+        config = recipe.rollout.model_copy(update={"kv_gib": budget})
+        self.kv_gib = planned_kv_gib(recipe, loaded.module, leave_gib)
         start = recipe.rollout.engine.cls.start  # type: ignore[attr-defined]
-        self.engine: Engine = start(loaded, recipe.rollout, None if share else self.store, self.low_bit, routers)
+        self.engine: Engine = start(loaded, config, None if share else self.store, self.low_bit, routers)
 
     @cached_property
     def task(self) -> Task:
@@ -109,7 +122,12 @@ class Training(Sampling):
         ranks = Ranks.current(loaded.module.device)
         share = recipe.train.max_staleness == 0 and ranks.world == 1
         routers = routers_of(recipe, loaded, lambda text: recorder.event(version, "routing", text))
-        super().__init__(recipe, loaded, share=share, routers=routers)
+        planned = recipe.rollout.kv_gib is None and loaded.module.device.type == "cuda"
+        leave = gib_for_learner(recipe, loaded.module, ranks.world) if planned else 0.0
+        super().__init__(recipe, loaded, share=share, routers=routers, leave_gib=leave)
+        if planned:
+            took = f"keys and values take {self.kv_gib:.1f} GiB of the GPU, {leave:.1f} are left for learning"
+            recorder.event(version, "memory", f"{took}; rollout.kv_gib sets it")
         self.bus: Bus = bus_memory.Memory()
         self.core = learner_core(recipe, loaded, ranks, self.low_bit, routers)
         self.learner = LocalLearner(

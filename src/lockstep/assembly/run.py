@@ -9,8 +9,8 @@ import asyncio
 import gc
 import shutil
 import signal
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -197,10 +197,11 @@ class _Run:
             roles.check_reference()
             if why == "resumed":
                 self._tell_never_logged(roles, progress.step)
-            if checkpoint is not None:
-                await self._go_on(roles, checkpoint, progress, why)
-            else:
-                await self._begin(roles)
+            async with _asleep(roles):
+                if checkpoint is not None:
+                    await self._go_on(roles, checkpoint, progress, why)
+                else:
+                    await self._begin(roles)
             stage = await self._learn(roles, progress)
             goes_on = stage.progress if stage.goes_on else None
             return stage
@@ -298,6 +299,7 @@ class _Run:
             dynamic_sampling=self.recipe.algorithm.replaces_groups,
             governor=self.recipe.governor,
             reach=reach(self.recipe),
+            sleeps=self.recipe.rollout.sleep,
         )
         self.view.phase("RL", self.recipe.train.steps, done=progress.step)
         with _stop_on_signals(controller):
@@ -315,7 +317,8 @@ class _Run:
             supervised.skip(self.recipe.warmup.steps)
             about = "supervised learning alone for as long as RL took"
             self.view.phase("control", round(progress.train_seconds), unit="s", about=about)
-            await supervised.run_for(progress.train_seconds, lambda gone: self.view.log(int(gone), {}))
+            async with _asleep(roles):
+                await supervised.run_for(progress.train_seconds, lambda gone: self.view.log(int(gone), {}))
             self.recorder.log(progress.step, await self._evaluate_control(roles))
         finally:
             await roles.close()
@@ -327,6 +330,17 @@ class _Run:
         await roles.engine.update_weights(1)
         metrics = await evaluator.run()
         return {"control/accuracy": metrics["eval/accuracy"]}
+
+
+@asynccontextmanager
+async def _asleep(roles: Training) -> AsyncIterator[None]:
+    """Before new weights are published: the learner has the engine's memory, if the recipe lets it."""
+    if not roles.recipe.rollout.sleep:
+        yield
+        return
+    await roles.engine.sleep()
+    yield
+    await roles.engine.wake()
 
 
 @contextmanager

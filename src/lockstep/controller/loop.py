@@ -111,13 +111,16 @@ class Controller:
         dynamic_sampling: bool,
         governor: GovernorConfig,
         reach: Reach,
+        sleeps: bool = False,
     ) -> None:
+        """`sleeps`: the engine gives its memory to the learner while that learns."""
         self.roles = roles
         self.config = train
         self.checkpoint = checkpoint
         self.progress = progress
         self.eval_every = eval_every
         self.dynamic_sampling = dynamic_sampling
+        self.sleeps = sleeps
         self.gate = Gate(train.prompts, train.max_staleness, version=progress.version)
         self.steward = Steward(governor, roles.learner, self.gate, roles.recorder, reach)
         self._idleness = Idleness(roles.recorder)
@@ -182,6 +185,8 @@ class Controller:
             started = time.monotonic()
             result = await self.roles.learner.step(self.progress.step, self._groups(), self._approve)
             learned = time.monotonic()
+            if self.sleeps:
+                await self.roles.engine.wake()
             await self.roles.engine.update_weights(result.version)
             synced = time.monotonic()
             if self.roles.audit is not None:
@@ -208,8 +213,15 @@ class Controller:
 
     async def _groups(self) -> AsyncIterator[int]:
         """The groups of one step, on their way to the learner."""
-        async for index in self.gate.step():
+        async for index in self._whole_batch() if self.sleeps else self.gate.step():
             self._tally.add(self._receipts.pop(index))
+            yield index
+
+    async def _whole_batch(self) -> AsyncIterator[int]:
+        """consumes: ready groups · waits for: the last of them, then for the engine to fall asleep"""
+        indices = [index async for index in self.gate.step()]
+        await self.roles.engine.sleep()
+        for index in indices:
             yield index
 
     def _approve(self, measured: Mapping[str, float]) -> bool:

@@ -5,11 +5,14 @@ Shapes: N tokens, B sequences, P pages, S page size, H key/value heads, D head s
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
+
+from lockstep.models.releasable import Releasable
 
 LARGEST_E4M3 = 448.0
 
@@ -57,16 +60,25 @@ class KVCache:
     """Keys and values of all layers, by page."""
 
     def __init__(
-        self, config: PreTrainedConfig, *, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device
+        self,
+        config: PreTrainedConfig,
+        *,
+        num_pages: int,
+        page_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        memory: Releasable | None = None,
     ) -> None:
+        """In `memory`, if it is to be given back at times."""
         text = config.get_text_config()
         heads, key_size, value_size = kv_shape(text)
         self.page_size = page_size
         self.num_pages = num_pages
         shape = (text.num_hidden_layers, num_pages, page_size, heads)
-        self.keys = torch.zeros(*shape, key_size, dtype=dtype, device=device)
-        self.values = torch.zeros(*shape, value_size, dtype=dtype, device=device)
-        self.scales = torch.zeros(2, *shape, device=device) if dtype == torch.float8_e4m3fn else None
+        zeros = partial(torch.zeros, device=device) if memory is None else memory.zeros
+        self.keys = zeros(*shape, key_size, dtype=dtype)
+        self.values = zeros(*shape, value_size, dtype=dtype)
+        self.scales = zeros(2, *shape, dtype=torch.float32) if dtype == torch.float8_e4m3fn else None
 
     def layer(self, number: int) -> Pages:
         scales = (None, None) if self.scales is None else (self.scales[0, number], self.scales[1, number])

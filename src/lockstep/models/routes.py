@@ -6,10 +6,12 @@ Shapes: N tokens of a forward, L layers with experts, k experts per token.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from lockstep.models.releasable import Releasable
 from lockstep.models.routing import Routers
 
 
@@ -20,10 +22,14 @@ class RouteMemory:
     keys are and as old as they are; `Recording.write` refuses a forward that passed over a layer.
     """
 
-    def __init__(self, routers: Routers, num_slots: int, device: torch.device) -> None:
+    def __init__(
+        self, routers: Routers, num_slots: int, device: torch.device, memory: Releasable | None = None
+    ) -> None:
+        """In `memory`, if it is to be given back at times."""
         self.routers = routers
         shape = (routers.num_layers, num_slots, routers.top_k)
-        self.ids = torch.zeros(shape, dtype=routers.dtype, device=device)
+        zeros = partial(torch.zeros, device=device) if memory is None else memory.zeros
+        self.ids = zeros(*shape, dtype=routers.dtype)
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     @property

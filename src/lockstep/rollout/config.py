@@ -37,10 +37,12 @@ class RolloutConfig(Config):
     """sequences that run at once"""
     step_tokens: int = Field(default=4096, ge=16)
     """tokens computed in one engine step, at most: longer prompts are prefilled in chunks"""
-    kv_gib: float = Field(default=2.0, gt=0)
-    """memory for keys and values, at most"""
+    kv_gib: float | None = Field(default=None, gt=0)
+    """memory for keys and values, at most; unset: on a GPU most of what a learner on it leaves, on a CPU 2"""
     kv_precision: Literal["high", "fp8"] = "high"
     """keys and values in the model's precision, or in 8 bits, scaled by head and token: half the memory"""
+    sleep: bool = False
+    """its memory is the learner's while that learns, which begins when the last answer is there; without staleness"""
     compile: bool = True
     """on a GPU: decode steps as CUDA graphs, many in a row; without, each step is launched by itself"""
     update: UpdatePolicy = "keep_kv"

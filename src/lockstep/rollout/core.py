@@ -13,8 +13,10 @@ from lockstep.config import ConfigError
 from lockstep.models import kernels
 from lockstep.models.kv import KVCache
 from lockstep.models.operators import engine_operators
+from lockstep.models.releasable import Releasable
 from lockstep.models.routes import RouteMemory
 from lockstep.models.routing import Routers
+from lockstep.rollout.budget import free_gib, kv_gib
 from lockstep.rollout.burst import STEPS, Burst
 from lockstep.rollout.config import RolloutConfig
 from lockstep.rollout.lengths import Lengths
@@ -39,27 +41,39 @@ class EngineCore:
         end_tokens: Seq[int],
         config: RolloutConfig,
         routers: Routers | None = None,
+        memory: Releasable | None = None,
     ) -> None:
-        """With `routers`, which the module must obey, the experts of every token are recorded."""
+        """With `routers`, which the module must obey, the experts of every token are recorded. What lies in `memory`
+        (keys and values, routes, and the module's weights if they do) is given up in `sleep`."""
         self.module = module
         self.tokenizer = tokenizer
         self.end_tokens = frozenset(end_tokens)
         self.context: int = module.config.get_text_config().max_position_embeddings
-        self.kv_gib = config.kv_gib
         parameter = next(module.parameters())  # of the embedding: matrices may be low-bit
+        self.kv_gib = kv_gib(config, parameter.device)
+        self.memory = memory
+        self._weights_sleep = memory is not None and memory.holds(parameter)
+        self._has_weights = True
         self.dtype = parameter.dtype
         kv_dtype = torch.float8_e4m3fn if config.kv_precision == "fp8" else self.dtype
         num_pages = self._num_pages(config, kv_dtype, routers)
         self.capacity = num_pages * PAGE_SIZE
         device = parameter.device
-        cache = KVCache(module.config, num_pages=num_pages + 1, page_size=PAGE_SIZE, dtype=kv_dtype, device=device)
-        memory = RouteMemory(routers, self.capacity + PAGE_SIZE, device) if routers is not None else None
-        self.recorder = Recorder(memory, PAGE_SIZE) if memory is not None else None
+        cache = KVCache(
+            module.config,
+            num_pages=num_pages + 1,
+            page_size=PAGE_SIZE,
+            dtype=kv_dtype,
+            device=device,
+            memory=memory,
+        )
+        routes = RouteMemory(routers, self.capacity + PAGE_SIZE, device, memory) if routers is not None else None
+        self.recorder = Recorder(routes, PAGE_SIZE) if routes is not None else None
         pages_per_seq = min(num_pages, -(-self.context // PAGE_SIZE))
         self.rows = Rows(config.max_seqs, pages_per_seq, module.config.get_text_config().vocab_size, device)
         burst = None
         if config.compile and kernels.available(device):
-            burst = Burst(module, cache, self.rows, end_tokens, memory)
+            burst = Burst(module, cache, self.rows, end_tokens, routes)
         self.runner = Runner(module, cache, self.rows, recorder=self.recorder, burst=burst)
         self.scheduler = Scheduler(
             pool=PagePool(num_pages, PAGE_SIZE),
@@ -80,10 +94,10 @@ class EngineCore:
         """As many pages as every row could ever fill, or as the memory allows."""
         slot_bytes = KVCache.slot_bytes(self.module.config, dtype)
         page_bytes = PAGE_SIZE * (slot_bytes + (RouteMemory.slot_bytes(routers) if routers else 0))
-        affordable = int(config.kv_gib * 2**30 // page_bytes)
+        affordable = int(self.kv_gib * 2**30 // page_bytes)
         if not affordable:
             raise ConfigError(
-                f"rollout.kv_gib = {config.kv_gib} does not hold the keys and values of {PAGE_SIZE} tokens "
+                f"rollout.kv_gib = {self.kv_gib} does not hold the keys and values of {PAGE_SIZE} tokens "
                 f"({page_bytes / 2**30:.2g} GiB)"
             )
         return min(affordable, config.max_seqs * -(-self.context // PAGE_SIZE))
@@ -121,7 +135,34 @@ class EngineCore:
 
     @property
     def busy(self) -> bool:
-        return self._ahead is not None or not self.scheduler.idle
+        under_way = self._ahead is not None or not self.scheduler.idle
+        return self.awake and self._has_weights and under_way
+
+    @property
+    def awake(self) -> bool:
+        return self.memory is None or not self.memory.released
+
+    def sleep(self) -> None:
+        """Gives up its memory. Answers under way keep what they drew, and the experts they drew it with; their tokens
+        are prefilled again after `wake`, in which the engine finds its own weights empty until the next update."""
+        if self.memory is None:
+            raise RuntimeError("the engine's memory cannot be given up: it was not started with rollout.sleep = true")
+        if self.awake:
+            self.scheduler.empty()  # what is drawn ahead for them is dropped, and drawn again
+            self.memory.release()
+            self._has_weights = not self._weights_sleep
+
+    def wake(self) -> None:
+        """RuntimeError, and it sleeps on, if others have taken too much of the device in the meantime."""
+        if self.memory is None or self.awake:
+            return
+        try:
+            self.memory.restore()
+        except MemoryError as error:
+            raise RuntimeError(
+                f"the engine cannot wake: it had {self.memory.num_bytes / 2**30:.1f} GiB, the device has "
+                f"{free_gib(self.memory.device):.1f} free; a smaller rollout.kv_gib leaves more to the learner"
+            ) from error
 
     def step(self) -> list[Completion]:
         """Computes one step, or many; returns what finished with them, or shortly before."""
@@ -154,6 +195,8 @@ class EngineCore:
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Copies weights, by Hugging Face name, into the engine's own buffers: none may be missing, none unknown."""
+        if self._weights_sleep and not self.awake:
+            raise RuntimeError("the engine sleeps: wake it before an update")
         own = self.module.state_dict()
         tied = set(getattr(self.module, "all_tied_weights_keys", None) or ())
         wrong = [f"{name} is missing" for name in sorted(own.keys() - weights.keys() - tied)]
@@ -168,8 +211,11 @@ class EngineCore:
         with torch.no_grad():
             for name, tensor in weights.items():
                 own[name].copy_(tensor)
+        self._has_weights = True
 
     def operators(self, names: Seq[str] | None = None) -> dict[str, Operator]:
+        if not self._has_weights:
+            raise RuntimeError("the engine gave up its weights to sleep: an update brings them back")
         return engine_operators(self.module, self.dtype, names)
 
     def _take(self, seq: Sequence, drawn: Draws) -> int:

@@ -169,9 +169,12 @@ class Scheduler:
     def new_version(self, version: int, *, recompute: bool) -> None:
         """New weights: cached prefixes are void. Running sequences keep their pages or give them up and start over."""
         self.version = version
-        if recompute:
-            for seq in list(self.running):
-                self._send_back(seq)
+        self.empty() if recompute else self.forget_prefixes()
+
+    def empty(self) -> None:
+        """Everyone who runs gives up its pages and is to start over; nothing is left in the prefix cache."""
+        for seq in list(self.running):
+            self._send_back(seq)
         self.forget_prefixes()
 
     def forget_prefixes(self) -> None:

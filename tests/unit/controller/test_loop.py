@@ -35,6 +35,7 @@ async def turns(count: int) -> None:
 class FakeEngine:
     versions: list[int] = field(default_factory=list)
     resets: int = 0
+    asleep: bool = False
 
     def generate(self, requests: Any) -> Any:
         raise AssertionError("the loop never samples itself")
@@ -42,8 +43,17 @@ class FakeEngine:
     async def abort(self, uids: Any) -> None: ...
 
     async def update_weights(self, version: int) -> None:
+        assert not self.asleep
         await turns(2)
         self.versions.append(version)
+
+    async def sleep(self) -> None:
+        await turns(2)
+        self.asleep = True
+
+    async def wake(self) -> None:
+        assert self.asleep
+        self.asleep = False
 
     async def reset_cache(self) -> None:
         self.resets += 1
@@ -153,7 +163,7 @@ class Lab:
         self.config = TrainConfig(**{"steps": 6, "prompts": 4, **train})
         self.checkpoints = Checkpoints(folder / "checkpoints", keep=2)
         self.accuracy: Callable[[int], float] | None = None
-        self.every, self.eval_every, self.dynamic_sampling = 0, 0, False
+        self.every, self.eval_every, self.dynamic_sampling, self.sleeps = 0, 0, False, False
         self.governor = GovernorConfig(mode="off")
         self.precisions: tuple[str, ...] = ()
         self.renew()
@@ -188,6 +198,7 @@ class Lab:
             dynamic_sampling=self.dynamic_sampling,
             governor=self.governor,
             reach=Reach(corrections=("icepop", "mis"), precisions=self.precisions, learning_rate=1.0),
+            sleeps=self.sleeps,
         )
 
     async def _evaluate(self) -> Mapping[str, float]:
@@ -226,6 +237,29 @@ def test_a_run(tmp_path: Path, max_staleness: int) -> None:
     found = lab.checkpoints.latest()
     assert found is not None
     assert found[1] == progress
+
+
+@pytest.mark.parametrize("dynamic_sampling", [False, True])
+def test_an_engine_that_sleeps_has_nothing_to_do_while_the_learner_learns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dynamic_sampling: bool
+) -> None:
+    lab = Lab(tmp_path)
+    lab.sleeps, lab.dynamic_sampling = True, dynamic_sampling
+    lab.rollout.duration = lambda i: 7 * (i % 3)
+    lab.rollout.signal = lambda i: i % 5 != 2
+    take, seen = lab.bus.get, []
+
+    async def taken(index: int) -> Group:
+        seen.append((lab.engine.asleep, len(lab.rollout.started)))
+        return await take(index)
+
+    monkeypatch.setattr(lab.bus, "get", taken)
+    lab.run()
+    assert all(asleep for asleep, _ in seen)
+    batches = [{started for _, started in seen[i : i + 4]} for i in range(0, 24, 4)]
+    assert all(len(started) == 1 for started in batches), "nothing started between the first group and the last"
+    assert lab.engine.versions == [1, 2, 3, 4, 5, 6]
+    assert not lab.engine.asleep
 
 
 def test_no_steps_at_all(tmp_path: Path) -> None:

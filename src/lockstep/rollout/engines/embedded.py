@@ -17,6 +17,7 @@ from lockstep.data.chat import end_tokens
 from lockstep.models.engine_view import engine_view
 from lockstep.models.loading import Loaded
 from lockstep.models.lowbit import LowBitWeights
+from lockstep.models.releasable import Releasable
 from lockstep.models.routing import Routers
 from lockstep.protocols import WeightStore
 from lockstep.rollout.config import RolloutConfig, UpdatePolicy
@@ -52,8 +53,8 @@ class Embedded:
     composed the same way in every run. `store` is None when the engine shares the learner's memory: then new weights
     are already in place, and an update is allowed only while nothing runs.
 
-    State has one owner each: `_staged` and `_uids` the event loop, `_outboxes` and `_drained` the engine's thread.
-    Between the two there is only the inbox.
+    State has one owner each: `_staged`, `_uids` and `_asleep` the event loop, `_outboxes` and `_drained` the engine's
+    thread. Between the two there is only the inbox.
     """
 
     def __init__(self, core: EngineCore, *, store: WeightStore | None, update: UpdatePolicy = "keep_kv") -> None:
@@ -65,6 +66,7 @@ class Embedded:
         self._ended: RuntimeError | None = None
         self._staged: list[tuple[Request, Send]] = []
         self._uids: set[str] = set()
+        self._asleep = False
         self._outboxes: dict[str, Send] = {}
         self._drained: list[Command] = []
         self._busy_seconds = 0.0
@@ -85,9 +87,10 @@ class Embedded:
 
         `low_bit` takes the place of the model's matrices. What `routers` choose is recorded.
         """
-        view = engine_view(loaded.module, share=store is None, low_bit=low_bit, routers=routers)
+        memory = Releasable(loaded.module.device) if config.sleep else None
+        view = engine_view(loaded.module, share=store is None, low_bit=low_bit, routers=routers, memory=memory)
         ends = end_tokens(loaded.tokenizer, loaded.module.generation_config.eos_token_id)  # type: ignore[union-attr]
-        return cls(EngineCore(view, loaded.tokenizer, ends, config, routers), store=store, update=config.update)
+        return cls(EngineCore(view, loaded.tokenizer, ends, config, routers, memory), store=store, update=config.update)
 
     async def generate(self, requests: Sequence[Request]) -> AsyncIterator[Completion]:
         """consumes: requests · waits for: the engine's thread · unblocked by: completions, or the thread's end"""
@@ -117,6 +120,15 @@ class Embedded:
     async def operators(self, names: Sequence[str] | None = None) -> Mapping[str, Operator]:
         return await self._call(lambda: self._core.operators(names))
 
+    async def sleep(self) -> None:
+        """waits for: the step under way"""
+        self._asleep = True
+        await self._call(self._core.sleep)
+
+    async def wake(self) -> None:
+        await self._call(self._core.wake)
+        self._asleep = False
+
     async def reset_cache(self) -> None:
         await self._call(self._core.scheduler.forget_prefixes)
 
@@ -134,6 +146,8 @@ class Embedded:
     def _check(self, requests: Sequence[Request]) -> None:
         if self._ended is not None:
             raise RuntimeError(str(self._ended)) from self._ended.__cause__
+        if self._asleep:
+            raise RuntimeError("the engine sleeps: wake it before a request")
         seen: set[str] = set()
         for request in requests:
             self._core.check(request)

@@ -1,0 +1,28 @@
+"""How much memory keys and values may take where a recipe does not say."""
+
+from __future__ import annotations
+
+import torch
+
+from lockstep.rollout.config import RolloutConfig
+
+CPU_GIB = 2.0
+SHARE = 0.85  # the rest is for what a step computes and for captured graphs
+FLOOR = 0.1  # of what is free, even where a learner may want it all
+
+
+def kv_gib(config: RolloutConfig, device: torch.device, leave_gib: float = 0.0) -> float:
+    """On a GPU a share of what is free now, less what others are going to take: a preemption costs more than memory
+    that lies idle."""
+    if config.kv_gib is not None:
+        return config.kv_gib
+    if device.type != "cuda":
+        return CPU_GIB
+    free = free_gib(device)
+    return max(SHARE * (free - leave_gib), FLOOR * free)
+
+
+def free_gib(device: torch.device) -> float:
+    """With what PyTorch holds and does not use."""
+    idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return (torch.cuda.mem_get_info(device)[0] + idle) / 2**30
