@@ -133,6 +133,22 @@ def bench_rollout(
     bench_rollout.compare(shape, layers, workload or ["256x128+256"], engines or ["lockstep", "generate"], out, console)
 
 
+@bench.command("sync")
+def bench_sync(
+    shape: Annotated[str, typer.Option(help="tiny, 0.6b, 8b or 30b-a3b: Qwen3's, with random weights")] = "0.6b",
+    layers: Annotated[int | None, typer.Option(min=1, help="fewer than the shape has")] = None,
+    precision: Annotated[list[str] | None, typer.Option(help="of the engine; high and every format by default")] = None,
+    out: Annotated[Path | None, typer.Option(help="keep the table here, as Markdown")] = None,
+) -> None:
+    """New weights for a running engine: time and bytes of quantizing and copying them, for every format.
+
+    And what sleeping gives back and takes. After both the engine must answer as one started on the new weights.
+    """
+    from lockstep.cli import bench_sync
+
+    bench_sync.compare(shape, layers, precision or [], out, console)
+
+
 @bench.command("routing")
 def bench_routing(
     samples: Annotated[int, typer.Option(min=1, help="prompts, four answers each")] = 64,

@@ -116,12 +116,12 @@ def compare(
     shape: str, layers: int | None, workloads: Sequence[str], engines: Sequence[str], out: Path | None, console: Console
 ) -> None:
     """`engines` are names, with options after colons: `vllm:multiprocessing=0`."""
-    chosen = [WORKLOADS[name] for name in _known("workload", workloads, WORKLOADS)]
-    _known("shape", [shape], SHAPES)
+    chosen = [WORKLOADS[name] for name in known("workload", workloads, WORKLOADS)]
+    known("shape", [shape], SHAPES)
     for engine in engines:
         name, *settings = engine.split(":")
-        _known("engine", [name], ENGINES)
-        _known(f"option of {name}", [setting.partition("=")[0] for setting in settings], OPTIONS[name])
+        known("engine", [name], ENGINES)
+        known(f"option of {name}", [setting.partition("=")[0] for setting in settings], OPTIONS[name])
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     context = max(w.context for w in chosen)
     results: list[Result] = []
@@ -132,14 +132,14 @@ def compare(
                 results += _in_process(engine, folder, chosen)
             for result in [r for r in results if r.engine == engine]:
                 console.print(f"{result.engine} {result.workload}: {result.tokens_per_s:,.0f} tok/s")
-    text = f"{shape}{f', {layers} layers' if layers else ''}, {_device_name()}\n\n{table(results)}\n"
+    text = f"{shape}{f', {layers} layers' if layers else ''}, {device_name()}\n\n{table(results)}\n"
     console.print(text, markup=False, highlight=False, soft_wrap=True)
     if out:
         with out.open("a") as file:
             file.write(text + "\n")
 
 
-def _known(kind: str, names: Sequence[str], known: Collection[str]) -> Sequence[str]:
+def known(kind: str, names: Sequence[str], known: Collection[str]) -> Sequence[str]:
     for name in names:
         if name not in known:
             raise ConfigError(f"unknown {kind} {name!r}; choices: {', '.join(known)}")
@@ -177,7 +177,7 @@ def _line(r: Result, base: float | None) -> str:
     )
 
 
-def _device_name() -> str:
+def device_name() -> str:
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     return f"{name}, torch {torch.__version__}"
 

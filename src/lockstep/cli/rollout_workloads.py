@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +29,19 @@ class Shape:
         kind = Qwen3MoeConfig if self.experts else Qwen3Config
         return kind(max_position_embeddings=context, eos_token_id=None, bos_token_id=None, **self.options)
 
-    def save(self, folder: Path, context: int, device: torch.device) -> None:
-        """A checkpoint any engine can load."""
-        torch.manual_seed(0)
+    def cut(self, layers: int | None) -> Shape:
+        """With fewer layers, if told how many."""
+        return replace(self, options=self.options | {"num_hidden_layers": layers}) if layers else self
+
+    def module(self, context: int, device: torch.device, seed: int = 0) -> PreTrainedModel:
+        torch.manual_seed(seed)
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         with device:
-            module = AutoModelForCausalLM.from_config(self.config(context), dtype=dtype)
-        module.save_pretrained(folder)
+            return AutoModelForCausalLM.from_config(self.config(context), dtype=dtype).eval()
+
+    def save(self, folder: Path, context: int, device: torch.device) -> None:
+        """A checkpoint any engine can load."""
+        self.module(context, device).save_pretrained(folder)
         byte_tokenizer().save_pretrained(folder)
 
 
@@ -109,8 +115,7 @@ def checkpoint(
     """In memory where the system has such a folder: it is written and read once per engine."""
     root = "/dev/shm" if os.path.isdir("/dev/shm") else None
     folder = tempfile.TemporaryDirectory(prefix="lockstep-bench-", dir=root)
-    options = shape.options | ({"num_hidden_layers": layers} if layers else {})
-    Shape(shape.name, options, shape.experts).save(Path(folder.name), context, device)
+    shape.cut(layers).save(Path(folder.name), context, device)
     return folder
 
 

@@ -120,6 +120,11 @@ class Embedded:
     async def operators(self, names: Sequence[str] | None = None) -> Mapping[str, Operator]:
         return await self._call(lambda: self._core.operators(names))
 
+    @property
+    def memory(self) -> Releasable | None:
+        """What it gives up in its sleep; None if it never does."""
+        return self._core.memory
+
     async def sleep(self) -> None:
         """waits for: the step under way"""
         self._asleep = True
