@@ -107,17 +107,35 @@ def test_weights_and_routes_of_its_own_come_back() -> None:
     assert_close(second, core)
 
 
-def test_too_little_memory_to_wake_is_told_and_it_can_be_tried_again() -> None:
+def test_more_than_the_device_has_is_refused() -> None:
+    before, memory = free(), Releasable(DEVICE)
+    with pytest.raises(MemoryError, match="out of memory"):
+        memory.zeros(2 * torch.cuda.mem_get_info()[1], dtype=torch.uint8)
+    assert memory.num_bytes == 0
+    assert abs(before - free()) < 2**24
+
+
+def test_too_little_memory_to_wake_is_told_and_it_can_be_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if a learner held the rest of the device, which would be in the way of whatever else runs there."""
     module = model(0)
     core = engine_core(copy.deepcopy(module).to(DEVICE), share=True, sleep=True, kv_gib=KV_GIB, max_seqs=4)
+    assert core.memory is not None
     core.sleep()
-    learner = torch.empty(free() - 2**27, dtype=torch.uint8, device=DEVICE)
-    with pytest.raises(RuntimeError, match=r"cannot wake: it had 0\.5 GiB, the device has .* smaller rollout\.kv_gib"):
-        core.wake()
+    asleep = free()
+    with monkeypatch.context() as patched:
+        patched.setattr(core.memory._blocks[-1], "restore", out_of_memory)
+        with pytest.raises(
+            RuntimeError, match=r"cannot wake: it had 0\.5 GiB, the device has .* smaller rollout\.kv_gib"
+        ):
+            core.wake()
     assert not core.awake
-    del learner
+    assert abs(asleep - free()) < 2**24, "what was taken back is given up again"
     core.wake()
     assert_close(module, core)
+
+
+def out_of_memory() -> None:
+    raise MemoryError("cuMemCreate: out of memory (CUDA error 2)")
 
 
 def test_memory_of_an_engine_that_is_gone_is_free() -> None:

@@ -119,7 +119,7 @@ def bench_rollout(
     shape: Annotated[str, typer.Option(help="tiny, 0.6b, 8b or 30b-a3b: Qwen3's, with random weights")] = "0.6b",
     layers: Annotated[int | None, typer.Option(min=1, help="fewer than the shape has")] = None,
     workload: Annotated[
-        list[str] | None, typer.Option(help="256x128+256, 64x8x512+2048, 32x1024+1024, 8x4x16+32")
+        list[str] | None, typer.Option(help="256x128+256, 64x8x512+2048, 32x1024+1024, 8x4x16+32, 16x32+64")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="append the table here, as Markdown")] = None,
 ) -> None:

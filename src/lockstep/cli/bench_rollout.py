@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -16,6 +17,7 @@ import torch
 from rich.console import Console
 from transformers import AutoConfig
 
+import lockstep
 from lockstep.cli.rollout_engines import ENGINES, OPTIONS, Answer, plain_model
 from lockstep.cli.rollout_workloads import SHAPES, WORKLOADS, Workload, checkpoint, rescore, weight_bytes
 from lockstep.config import ConfigError
@@ -147,8 +149,11 @@ def known(kind: str, names: Sequence[str], known: Collection[str]) -> Sequence[s
 
 
 def _in_process(engine: str, folder: str, workloads: Sequence[Workload]) -> list[Result]:
-    command = [sys.executable, "-m", "lockstep.cli.bench_rollout", engine, folder, *(w.name for w in workloads)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=1200, check=False)
+    python = _settings(engine).get("python", sys.executable)
+    command = [python, "-m", "lockstep.cli.bench_rollout", engine, folder, *(w.name for w in workloads)]
+    paths = [str(Path(lockstep.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}  # another interpreter finds us too
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1200, check=False, env=environment)
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULTS ")]
     if done.returncode or not lines:
         tail = "\n".join((done.stdout + done.stderr).splitlines()[-40:])
@@ -157,24 +162,28 @@ def _in_process(engine: str, folder: str, workloads: Sequence[Workload]) -> list
 
 
 def table(results: Sequence[Result]) -> str:
-    lines = [
-        "| workload | engine | tok/s | × vLLM | s | prefill s | ms/step | of the limit | GiB | start s | Δ log-prob |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
-    ]
+    """Markdown. What is about a GPU's memory is left out where there was none."""
+    on_gpu = any(r.gib for r in results)
+    heads = ["workload", "engine", "tok/s", "× vLLM", "s", "prefill s", "ms/step"]
+    heads += [*(["of the limit", "GiB"] if on_gpu else []), "start s", "Δ log-prob"]
+    lines = [_row(heads), "|---" * len(heads) + "|"]
     for workload in dict.fromkeys(r.workload for r in results):
         rows = [r for r in results if r.workload == workload]
         base = max((r.tokens_per_s for r in rows if r.engine.startswith("vllm")), default=None)
-        lines += [_line(r, base) for r in rows]
+        lines += [_row(_cells(r, base, on_gpu)) for r in rows]
     return "\n".join(lines)
 
 
-def _line(r: Result, base: float | None) -> str:
+def _cells(r: Result, base: float | None, on_gpu: bool) -> list[str]:
+    name = ":".join(part for part in r.engine.split(":") if not part.startswith("python="))
     ratio = f"{r.tokens_per_s / base:.2f}" if base else "–"
-    difference = f"{r.difference:.4f}" if r.difference is not None else "–"
-    return (
-        f"| {r.workload} | {r.engine} | {r.tokens_per_s:,.0f} | {ratio} | {r.seconds:.2f} | {r.prefill_seconds:.2f} "
-        f"| {r.decode_ms:.2f} | {r.of_limit:.0%} | {r.gib:.0f} | {r.start_seconds:.0f} | {difference} |"
-    )
+    cells = [r.workload, name, f"{r.tokens_per_s:,.0f}", ratio, f"{r.seconds:.2f}", f"{r.prefill_seconds:.2f}"]
+    cells += [f"{r.decode_ms:.2f}", *([f"{r.of_limit:.0%}", f"{r.gib:.0f}"] if on_gpu else [])]
+    return [*cells, f"{r.start_seconds:.0f}", f"{r.difference:.4f}" if r.difference is not None else "–"]
+
+
+def _row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
 
 
 def device_name() -> str:
@@ -193,10 +202,13 @@ def _options(engine: str, folder: Path, workloads: Sequence[Workload]) -> dict[s
         "context": max(w.context for w in workloads),
         "kv_gib": min(70.0, 2 * tokens * token_bytes / 2**30 + 0.1),
     }
-    for setting in engine.split(":")[1:]:
-        key, _, value = setting.partition("=")
-        options[key] = json.loads(value) if value[:1].isdigit() or value in ("true", "false") else value
-    return options
+    return options | _settings(engine)
+
+
+def _settings(engine: str) -> dict[str, Any]:
+    """What follows an engine's name."""
+    pairs = (setting.partition("=")[::2] for setting in engine.split(":")[1:])
+    return {key: json.loads(v) if v[:1].isdigit() or v in ("true", "false") else v for key, v in pairs}
 
 
 def main(engine: str, folder: str, *names: str) -> None:

@@ -36,7 +36,7 @@ from lockstep.rollout.engines.embedded import Embedded
 from lockstep.types import Completion, Request, SamplingParams
 from lockstep.weights.memory import Memory
 
-CONTEXT, ROWS = 4096, 64
+CONTEXT, ROWS = 32_768, 8  # so many tokens could fill the memory below
 KV_GIB = {"cuda": 24.0, "cpu": 0.25}
 REPEATS = 5  # the median counts
 ANSWERS, PROMPT, LENGTH = 8, 64, 40
@@ -114,7 +114,7 @@ async def _measure(shape: Shape, precision: str, device: torch.device) -> Sync:
         woken = await _answers(engine)
     finally:
         await engine.close()
-    fresh = _start(new, config.model_copy(update={"sleep": False}), None, low_bit)
+    fresh = _start(new, config.model_copy(update={"sleep": False, "kv_gib": 1.0}), None, low_bit)
     try:
         shared_ms = median([await _timed(device, lambda: fresh.update_weights(1)) for _ in range(REPEATS)])
         expected = await _answers(fresh)

@@ -1,7 +1,9 @@
 """The engines that `lockstep bench rollout` compares: each loads a checkpoint and answers requests with log-probs.
 
-Every engine runs in a process of its own. vLLM is configured for this workload as its documentation advises: CUDA
-graphs, asynchronous scheduling, prefix caching, no detokenisation, the sampled token's log-prob only.
+Every engine runs in a process of its own, vLLM with an interpreter of its own if told so (its packages for a CPU do not
+go with others): `vllm:python=/path/to/python`. It is configured for this workload as its documentation advises: CUDA
+graphs (on a CPU its compiler), asynchronous scheduling, prefix caching, no detokenisation, the sampled token's log-prob
+only.
 """
 
 from __future__ import annotations
@@ -68,20 +70,23 @@ def vllm(folder: Path, device: torch.device, options: dict[str, Any]) -> Contend
     os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_LOGGING_LEVEL": "WARNING"}
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # this process has looked at the device already
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(options.get("multiprocessing", True)))
+    on_cpu = device.type == "cpu"
+    if on_cpu:
+        os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, round(options["kv_gib"])))
     import vllm as library  # pyright: ignore[reportMissingImports]
 
     llm = library.LLM(
         model=str(folder),
         skip_tokenizer_init=True,
-        dtype="bfloat16",
+        dtype=options.get("dtype", "float32" if on_cpu else "bfloat16"),
         max_model_len=options["context"],
         max_num_seqs=options["max_seqs"],
         max_num_batched_tokens=16_384,
-        gpu_memory_utilization=0.8,
         enable_prefix_caching=True,
         async_scheduling=options.get("async_scheduling", True),
         disable_log_stats=True,
         seed=0,
+        **({} if on_cpu else {"gpu_memory_utilization": 0.8}),
         **({"quantization": options["quantization"]} if "quantization" in options else {}),
     )
 
@@ -156,7 +161,7 @@ ENGINES: dict[str, Callable[[Path, torch.device, dict[str, Any]], Contender]] = 
 }
 OPTIONS = {
     "lockstep": ("precision", "kv", "compile", "record", "step_tokens", "max_seqs", "kv_gib"),
-    "vllm": ("multiprocessing", "async_scheduling", "quantization", "max_seqs"),
+    "vllm": ("multiprocessing", "async_scheduling", "quantization", "dtype", "max_seqs", "python"),
     "generate": (),
     "continuous": (),
 }

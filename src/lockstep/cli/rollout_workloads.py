@@ -105,6 +105,7 @@ WORKLOADS = {
         Workload("64x8x512+2048", 64, 8, 512, 2048, skewed=True),
         Workload("32x1024+1024", 32, 1, 1024, 1024),
         Workload("8x4x16+32", 8, 4, 16, 32, skewed=True),
+        Workload("16x32+64", 16, 1, 32, 64),
     )
 }
 

@@ -150,7 +150,7 @@ class _Range:
             _driver().call("cuMemAddressFree", self.address, self.num_bytes)
 
 
-@dataclass(slots=True)
+@dataclass
 class _MappedBlock:
     bytes: Tensor
     range: _Range
