@@ -121,6 +121,7 @@ def bench_rollout(
     workload: Annotated[
         list[str] | None, typer.Option(help="256x128+256, 64x8x512+2048, 32x1024+1024, 8x4x16+32, 16x32+64")
     ] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="of every engine, on a CPU; their own choice else")] = None,
     out: Annotated[Path | None, typer.Option(help="append the table here, as Markdown")] = None,
 ) -> None:
     """Engines on the same prompts, lengths and weights: tokens per second, share of the memory limit, start-up.
@@ -130,7 +131,8 @@ def bench_rollout(
     """
     from lockstep.cli import bench_rollout
 
-    bench_rollout.compare(shape, layers, workload or ["256x128+256"], engines or ["lockstep", "generate"], out, console)
+    workloads, engines = workload or ["256x128+256"], engines or ["lockstep", "generate"]
+    bench_rollout.compare(shape, layers, workloads, engines, out, console, threads=threads)
 
 
 @bench.command("sync")

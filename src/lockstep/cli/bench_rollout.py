@@ -115,7 +115,14 @@ def _gib_in_use(device: torch.device) -> float:
 
 
 def compare(
-    shape: str, layers: int | None, workloads: Sequence[str], engines: Sequence[str], out: Path | None, console: Console
+    shape: str,
+    layers: int | None,
+    workloads: Sequence[str],
+    engines: Sequence[str],
+    out: Path | None,
+    console: Console,
+    *,
+    threads: int | None = None,
 ) -> None:
     """`engines` are names, with options after colons: `vllm:multiprocessing=0`."""
     chosen = [WORKLOADS[name] for name in known("workload", workloads, WORKLOADS)]
@@ -131,10 +138,11 @@ def compare(
         torch.cuda.empty_cache()
         for engine in engines:
             with console.status(f"{engine} …"):
-                results += _in_process(engine, folder, chosen)
+                results += _in_process(engine, folder, chosen, threads)
             for result in [r for r in results if r.engine == engine]:
                 console.print(f"{result.engine} {result.workload}: {result.tokens_per_s:,.0f} tok/s")
-    text = f"{shape}{f', {layers} layers' if layers else ''}, {device_name()}\n\n{table(results)}\n"
+    size = f"{shape}{f', {layers} layers' if layers else ''}{f', {threads} thread(s)' if threads else ''}"
+    text = f"{size}, {device_name()}\n\n{table(results)}\n"
     console.print(text, markup=False, highlight=False, soft_wrap=True)
     if out:
         with out.open("a") as file:
@@ -148,11 +156,13 @@ def known(kind: str, names: Sequence[str], known: Collection[str]) -> Sequence[s
     return names
 
 
-def _in_process(engine: str, folder: str, workloads: Sequence[Workload]) -> list[Result]:
+def _in_process(engine: str, folder: str, workloads: Sequence[Workload], threads: int | None) -> list[Result]:
     python = _settings(engine).get("python", sys.executable)
     command = [python, "-m", "lockstep.cli.bench_rollout", engine, folder, *(w.name for w in workloads)]
     paths = [str(Path(lockstep.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}  # another interpreter finds us too
+    if threads is not None:  # vLLM takes them as they are only if it does not bind them itself
+        environment |= {"OMP_NUM_THREADS": str(threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=1200, check=False, env=environment)
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULTS ")]
     if done.returncode or not lines:

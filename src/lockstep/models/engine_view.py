@@ -5,6 +5,7 @@ from __future__ import annotations
 from transformers import PreTrainedModel
 
 from lockstep.models import paged
+from lockstep.models.few_rows import speed_up_few_rows
 from lockstep.models.fused import fuse, lay_together
 from lockstep.models.lowbit import LowBitWeights
 from lockstep.models.releasable import Releasable
@@ -33,6 +34,7 @@ def engine_view(
         if memory is not None:  # all that an update brings; before `fuse`, which keeps the weights' addresses
             memory.adopt(view.state_dict(keep_vars=True).values())
     fuse(view)
+    speed_up_few_rows(view)
     if routers is not None:  # after `fuse`: what binds a router to its call is around the layer's forward
         install_routing(view, routers)
     return view

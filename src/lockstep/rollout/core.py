@@ -209,9 +209,8 @@ class EngineCore:
         if wrong:  # before the first copy: an update is whole or it is not made
             raise ValueError(f"published weights do not fit the engine's model: {'; '.join(wrong[:3])}")
         with torch.no_grad():
-            for dtype in {tensor.dtype for tensor in weights.values()}:  # one launch for many
-                names = [name for name, tensor in weights.items() if tensor.dtype == dtype]
-                torch._foreach_copy_([own[name] for name in names], [weights[name] for name in names])
+            for name, tensor in weights.items():
+                own[name].copy_(tensor)
         self._has_weights = True
 
     def operators(self, names: Seq[str] | None = None) -> dict[str, Operator]:

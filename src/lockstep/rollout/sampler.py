@@ -10,10 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lockstep.models import kernels
 from lockstep.types import SamplingParams
+
+SMALL, BLOCK = 4096, 128  # tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,13 +89,36 @@ def sample(logits_BV: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor]:
 
         return draw(logits_BV, temperature, batch.greedy, uniform(batch.seed, batch.position))
     logp_BV = (logits_BV.float() / temperature[:, None]).log_softmax(-1)
-    cdf_BV = logp_BV.exp().double().cumsum(-1)
-    threshold = uniform(batch.seed, batch.position) * cdf_BV[:, -1]
-    tokens = torch.searchsorted(cdf_BV, threshold[:, None], right=True)[:, 0]  # first entry above: never of zero mass
-    tokens = tokens.clamp(max=logits_BV.shape[-1] - 1)  # only NaN logits: their log-prob is NaN, which learning refuses
+    tokens = _invert(logp_BV.exp(), uniform(batch.seed, batch.position))
     if batch.any_greedy:
         tokens = torch.where(batch.greedy, logits_BV.argmax(-1), tokens)
     return tokens, logp_BV.gather(-1, tokens[:, None])[:, 0]
+
+
+def _invert(probs_BV: Tensor, u_B: Tensor) -> Tensor:
+    """[B] the token at which the cumulative distribution passes u. Of a large vocabulary first the block of tokens is
+    found, then the token in it: a running sum over everything is slow. Masses of blocks are float32, so that a draw can
+    differ from the plain sum's where u lands within 1e-7 of a token's bound."""
+    if probs_BV.shape[-1] <= SMALL:
+        cdf_BV = probs_BV.double().cumsum(-1)
+        return _first_above(cdf_BV, u_B * cdf_BV[:, -1])
+    if missing := -probs_BV.shape[-1] % BLOCK:
+        probs_BV = F.pad(probs_BV, (0, missing))
+    blocks = probs_BV.unflatten(-1, (-1, BLOCK))
+    upto = blocks.sum(-1).double().cumsum(-1)  # [B, blocks]
+    threshold = u_B * upto[:, -1]
+    block = _first_above(upto, threshold)
+    before = F.pad(upto, (1, 0)).gather(1, block[:, None])[:, 0]
+    within = blocks[torch.arange(len(block), device=block.device), block].double().cumsum(-1)
+    return block * BLOCK + _first_above(within, threshold - before)
+
+
+def _first_above(cdf: Tensor, threshold: Tensor) -> Tensor:
+    """Never of zero mass, however the sums were rounded. NaN gives the last; its log-prob is NaN then, which learning
+    refuses."""
+    total = cdf[:, -1]
+    threshold = torch.minimum(threshold, torch.nextafter(total, torch.zeros_like(total)))
+    return torch.searchsorted(cdf, threshold[:, None], right=True)[:, 0].clamp(max=cdf.shape[-1] - 1)
 
 
 def truncate(logits_BV: Tensor, batch: SamplingBatch) -> Tensor:

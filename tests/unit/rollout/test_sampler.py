@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lockstep.rollout.sampler import SamplingBatch, SamplingTable, sample, truncate, uniform
+from lockstep.rollout.sampler import SamplingBatch, SamplingTable, _first_above, _invert, sample, truncate, uniform
 from lockstep.types import SamplingParams
 
 VOCAB = 40
@@ -89,6 +89,20 @@ def test_log_probs_are_of_the_truncated_distribution(
     logits = some_logits(1, seed)
     (token,), (logp,) = draw(logits, [p], [3])
     assert logp.exp().item() == pytest.approx(kept_distribution(logits[0].tolist(), p)[token], abs=1e-5)
+
+
+@pytest.mark.parametrize("vocab", [4097, 9000, 4096 + 128])
+def test_large_vocabularies_are_inverted_in_blocks(vocab: int) -> None:
+    """The same tokens as by one running sum, also at the ends of the unit interval, and never one of zero mass."""
+    logits = torch.randn(50, vocab, generator=torch.Generator().manual_seed(1)) * 3
+    logits[:, :300] = logits[:, -200:] = -torch.inf
+    probs = logits.softmax(-1)
+    for u in (torch.zeros(50), torch.full((50,), 1 - 2.0**-53), torch.rand(50, generator=torch.Generator())):
+        cdf = probs.double().cumsum(-1)
+        found, expected = _invert(probs, u.double()), _first_above(cdf, u.double() * cdf[:, -1])
+        assert torch.equal(found, expected)
+        assert bool((probs.gather(1, found[:, None]) > 0).all())
+    assert _invert(torch.full((1, vocab), torch.nan), torch.ones(1).double() / 2) < vocab + 128
 
 
 def test_a_row_does_not_depend_on_the_rest_of_the_batch() -> None:
