@@ -38,10 +38,15 @@ class Result:
     gib: float  # of the device, in use at the end
     start_seconds: float  # from a checkpoint to the first request
     difference: float | None  # mean |log-prob − that of plain transformers|, nats; None: the engine returns none
+    cpu_seconds: float = 0.0  # of this process, all threads: what others on a busy machine change least
 
     @property
     def tokens_per_s(self) -> float:
         return self.tokens / self.seconds
+
+    @property
+    def tokens_per_cpu_s(self) -> float:
+        return self.tokens / self.cpu_seconds
 
     @property
     def decode_ms(self) -> float:
@@ -60,41 +65,59 @@ def run_engine(engine: str, folder: Path, workloads: Sequence[Workload], options
     begun = time.perf_counter()
     answer = ENGINES[engine](folder, device, options)
     start = time.perf_counter() - begun
-    results = []
+    measured = []
     for workload in workloads:
         requests = workload.requests(vocab)
         answer([(prompt, min(n, 24)) for prompt, n in requests])  # whatever is compiled on first use
-        prefill = _timed(answer, [(prompt, 1) for prompt, _ in requests])[0]
-        runs = [_timed(answer, requests)]
-        if runs[0][0] < LONG:
-            runs.append(_timed(answer, requests))
-        seconds, answers = min(runs, key=lambda run: run[0])
-        _require_sane(answers, requests, vocab)
-        results.append((workload, seconds, prefill, answers, start, _gib_in_use(device)))
+        prefill = _timed(answer, [(prompt, 1) for prompt, _ in requests]).seconds
+        run = _timed(answer, requests)
+        if run.seconds < LONG:
+            run = min(run, _timed(answer, requests), key=lambda run: run.seconds)
+        _require_sane(run.answers, requests, vocab)
+        measured.append((workload, run, prefill, _gib_in_use(device)))
     module = plain_model(folder, device)
-    return [_result(engine, w, s, p, a, st, g, folder, module, vocab) for w, s, p, a, st, g in results]
+    results = []
+    for workload, run, prefill, gib in measured:
+        tokens = [tokens for tokens, _ in run.answers]
+        result = Result(
+            engine=engine,
+            workload=workload.name,
+            tokens=sum(map(len, tokens)),
+            seconds=run.seconds,
+            prefill_seconds=prefill,
+            limit_seconds=workload.limit_seconds(module.config, weight_bytes(folder), vocab),
+            steps=max(map(len, tokens)),
+            gib=gib,
+            start_seconds=start,
+            difference=_difference(run.answers, workload.requests(vocab), module),
+            cpu_seconds=run.cpu_seconds,
+        )
+        results.append(result)
+    return results
 
 
-def _timed(answer: Any, requests: Sequence[tuple[list[int], int]]) -> tuple[float, list[Answer]]:
-    begun = time.perf_counter()
+@dataclass(frozen=True, slots=True)
+class Run:
+    seconds: float
+    cpu_seconds: float
+    answers: list[Answer]
+
+
+def _timed(answer: Any, requests: Sequence[tuple[list[int], int]]) -> Run:
+    begun, cpu_begun = time.perf_counter(), time.process_time()
     answers = answer(requests)
-    return time.perf_counter() - begun, answers
+    return Run(time.perf_counter() - begun, time.process_time() - cpu_begun, answers)
 
 
-def _result(
-    engine: str, workload: Workload, seconds: float, prefill: float, answers: list[Answer], start: float, gib: float,
-    folder: Path, module: Any, vocab: int,
-) -> Result:  # fmt: skip
-    requests = workload.requests(vocab)
-    difference = None
-    if answers[0][1]:
-        scored = [
-            (a, rescore(module, prompt, a[0])) for a, (prompt, _) in list(zip(answers, requests, strict=True))[:SCORED]
-        ]
-        difference = fmean(abs(x - y) for (_, logp), found in scored for x, y in zip(logp, found, strict=True))
-    limit = workload.limit_seconds(module.config, weight_bytes(folder), vocab)
-    num_tokens, longest = sum(len(t) for t, _ in answers), max(len(t) for t, _ in answers)
-    return Result(engine, workload.name, num_tokens, seconds, prefill, limit, longest, gib, start, difference)
+def _difference(answers: list[Answer], requests: Sequence[tuple[list[int], int]], module: Any) -> float | None:
+    """Of the first answers' log-probs from those of plain transformers; None if the engine returns none."""
+    if not answers[0][1]:
+        return None
+    pairs = [
+        (logp, rescore(module, prompt, tokens))
+        for (tokens, logp), (prompt, _) in list(zip(answers, requests, strict=True))[:SCORED]
+    ]
+    return fmean(abs(x - y) for logp, found in pairs for x, y in zip(logp, found, strict=True))
 
 
 def _require_sane(answers: Sequence[Answer], requests: Sequence[tuple[list[int], int]], vocab: int) -> None:
@@ -175,7 +198,7 @@ def table(results: Sequence[Result]) -> str:
     """Markdown. What is about a GPU's memory is left out where there was none."""
     on_gpu = any(r.gib for r in results)
     heads = ["workload", "engine", "tok/s", "× vLLM", "s", "prefill s", "ms/step"]
-    heads += [*(["of the limit", "GiB"] if on_gpu else []), "start s", "Δ log-prob"]
+    heads += [*(["of the limit", "GiB"] if on_gpu else ["tok/CPU s"]), "start s", "Δ log-prob"]
     lines = [_row(heads), "|---" * len(heads) + "|"]
     for workload in dict.fromkeys(r.workload for r in results):
         rows = [r for r in results if r.workload == workload]
@@ -188,7 +211,8 @@ def _cells(r: Result, base: float | None, on_gpu: bool) -> list[str]:
     name = ":".join(part for part in r.engine.split(":") if not part.startswith("python="))
     ratio = f"{r.tokens_per_s / base:.2f}" if base else "–"
     cells = [r.workload, name, f"{r.tokens_per_s:,.0f}", ratio, f"{r.seconds:.2f}", f"{r.prefill_seconds:.2f}"]
-    cells += [f"{r.decode_ms:.2f}", *([f"{r.of_limit:.0%}", f"{r.gib:.0f}"] if on_gpu else [])]
+    cells += [f"{r.decode_ms:.2f}"]
+    cells += [f"{r.of_limit:.0%}", f"{r.gib:.0f}"] if on_gpu else [f"{r.tokens_per_cpu_s:,.0f}"]
     return [*cells, f"{r.start_seconds:.0f}", f"{r.difference:.4f}" if r.difference is not None else "–"]
 
 

@@ -69,9 +69,9 @@ def lockstep(folder: Path, device: torch.device, options: dict[str, Any]) -> Con
 def vllm(folder: Path, device: torch.device, options: dict[str, Any]) -> Contender:
     os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_LOGGING_LEVEL": "WARNING"}
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # this process has looked at the device already
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(options.get("multiprocessing", True)))
     on_cpu = device.type == "cpu"
-    if on_cpu:
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(options.get("multiprocessing", not on_cpu)))
+    if on_cpu:  # with few cores a process of its own only takes turns with ours
         os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, round(options["kv_gib"])))
     import vllm as library  # pyright: ignore[reportMissingImports]
 

@@ -29,7 +29,7 @@ def _pays(weight: Tensor) -> bool:
     return float32_on_cpu and weight.numel() >= LEAST_WEIGHTS and both_there
 
 
-def _linear(self: nn.Linear, x: Tensor) -> Tensor:
-    if x.numel() // x.shape[-1] not in ROWS:
-        return F.linear(x, self.weight, self.bias)
-    return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+def _linear(self: nn.Linear, input: Tensor) -> Tensor:
+    if input.numel() // input.shape[-1] not in ROWS:
+        return F.linear(input, self.weight, self.bias)
+    return torch.ops.mkldnn._linear_pointwise(input, self.weight, self.bias, "none", [], "")
