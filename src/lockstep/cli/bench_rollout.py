@@ -9,8 +9,11 @@ import sys
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean
+from tempfile import TemporaryFile
+from threading import Timer
 from typing import Any
 
 import torch
@@ -23,6 +26,8 @@ from lockstep.cli.rollout_workloads import SHAPES, WORKLOADS, Workload, checkpoi
 from lockstep.config import ConfigError
 
 LONG = 10.0  # seconds: whatever takes less is timed twice, and the better one counts
+TIMEOUT = 1200.0  # seconds for one engine
+PROGRESS, RESULTS = "PROGRESS ", "RESULTS "  # how lines begin by which an engine's process reports
 SCORED = 4  # answers that are held against a full forward
 
 
@@ -65,6 +70,7 @@ def run_engine(engine: str, folder: Path, workloads: Sequence[Workload], options
     begun = time.perf_counter()
     answer = ENGINES[engine](folder, device, options)
     start = time.perf_counter() - begun
+    print(f"{PROGRESS}{engine} started in {start:.0f} s", flush=True)
     measured = []
     for workload in workloads:
         requests = workload.requests(vocab)
@@ -74,6 +80,8 @@ def run_engine(engine: str, folder: Path, workloads: Sequence[Workload], options
         if run.seconds < LONG:
             run = min(run, _timed(answer, requests), key=lambda run: run.seconds)
         _require_sane(run.answers, requests, vocab)
+        speed = sum(n for _, n in requests) / run.seconds
+        print(f"{PROGRESS}{engine} {workload.name}: {speed:,.0f} tok/s", flush=True)
         measured.append((workload, run, prefill, _gib_in_use(device)))
     module = plain_model(folder, device)
     results = []
@@ -154,6 +162,8 @@ def compare(
         name, *settings = engine.split(":")
         known("engine", [name], ENGINES)
         known(f"option of {name}", [setting.partition("=")[0] for setting in settings], OPTIONS[name])
+        if name == "vllm" and "python" not in _settings(engine) and not find_spec("vllm"):
+            raise ConfigError("vllm is not installed here; vllm:python=PATH names an interpreter that has it")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     context = max(w.context for w in chosen)
     results: list[Result] = []
@@ -161,9 +171,7 @@ def compare(
         torch.cuda.empty_cache()
         for engine in engines:
             with console.status(f"{engine} …"):
-                results += _in_process(engine, folder, chosen, threads)
-            for result in [r for r in results if r.engine == engine]:
-                console.print(f"{result.engine} {result.workload}: {result.tokens_per_s:,.0f} tok/s")
+                results += _in_process(engine, folder, chosen, threads, console)
     size = f"{shape}{f', {layers} layers' if layers else ''}{f', {threads} thread(s)' if threads else ''}"
     text = f"{size}, {device_name()}\n\n{table(results)}\n"
     console.print(text, markup=False, highlight=False, soft_wrap=True)
@@ -179,19 +187,39 @@ def known(kind: str, names: Sequence[str], known: Collection[str]) -> Sequence[s
     return names
 
 
-def _in_process(engine: str, folder: str, workloads: Sequence[Workload], threads: int | None) -> list[Result]:
+def _in_process(
+    engine: str, folder: str, workloads: Sequence[Workload], threads: int | None, console: Console
+) -> list[Result]:
     python = _settings(engine).get("python", sys.executable)
     command = [python, "-m", "lockstep.cli.bench_rollout", engine, folder, *(w.name for w in workloads)]
     paths = [str(Path(lockstep.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}  # another interpreter finds us too
     if threads is not None:  # vLLM takes them as they are only if it does not bind them itself
         environment |= {"OMP_NUM_THREADS": str(threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=1200, check=False, env=environment)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULTS ")]
-    if done.returncode or not lines:
-        tail = "\n".join((done.stdout + done.stderr).splitlines()[-40:])
-        raise RuntimeError(f"{engine} failed:\n{tail}")
-    return [Result(**fields) for fields in json.loads(lines[0].removeprefix("RESULTS "))]
+    with (
+        TemporaryFile("w+") as log,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment) as process,
+    ):
+        killer = Timer(TIMEOUT, process.kill)
+        killer.start()
+        try:
+            lines = [line for line in process.stdout or () if not _passed_on(line, console)]
+        finally:
+            killer.cancel()
+            process.kill() if process.poll() is None and sys.exc_info()[0] else process.wait()
+        log.seek(0)
+        results = [line for line in lines if line.startswith(RESULTS)]
+        if process.returncode or not results:
+            tail = "".join([*lines, *log.readlines()][-40:])
+            raise RuntimeError(f"{engine} failed (exit code {process.returncode}):\n{tail}")
+    return [Result(**fields) for fields in json.loads(results[0].removeprefix(RESULTS))]
+
+
+def _passed_on(line: str, console: Console) -> bool:
+    """What an engine's process has to tell while it runs is shown at once."""
+    if told := line.startswith(PROGRESS):
+        console.print(line.removeprefix(PROGRESS).strip(), markup=False, highlight=False)
+    return told
 
 
 def table(results: Sequence[Result]) -> str:
@@ -250,7 +278,7 @@ def main(engine: str, folder: str, *names: str) -> None:
     options = _options(engine, Path(folder), workloads)
     results = run_engine(engine.partition(":")[0], Path(folder), workloads, options)
     named = [asdict(result) | {"engine": engine} for result in results]
-    print("RESULTS " + json.dumps(named), flush=True)
+    print(RESULTS + json.dumps(named), flush=True)
 
 
 if __name__ == "__main__":

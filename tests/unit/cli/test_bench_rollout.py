@@ -17,6 +17,7 @@ from lockstep.config import ConfigError
         ("7b", "8x4x16+32", "lockstep", "unknown shape '7b'; choices: tiny, "),
         ("tiny", "big", "lockstep", "unknown workload 'big'; choices: "),
         ("tiny", "8x4x16+32", "sglang", "unknown engine 'sglang'; choices: lockstep, vllm"),
+        ("tiny", "8x4x16+32", "vllm", "vllm is not installed here; vllm:python=PATH names"),
         ("tiny", "8x4x16+32", "lockstep:precison=w4a16", "unknown option of lockstep 'precison'; choices: precision"),
     ],
 )
