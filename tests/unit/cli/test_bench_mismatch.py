@@ -24,8 +24,10 @@ def test_a_4_bit_learner_that_is_aligned_is_far_closer(tmp_path: Path, monkeypat
     page, kept = tmp_path / "page.md", tmp_path / "kept.json"
     bench.compare(steps=1, warmup=3, out=page, json_out=kept, console=console)
     result = json.loads(kept.read_text())
-    high, low = result["gaps"]
+    high, eight, low = result["gaps"]
     assert (high["precision"], high["unaligned"]) == ("high", None)
+    assert (eight["precision"], eight["aligned"]) == (bench.KEYS_AND_VALUES, None)
+    assert high["aligned"]["k3"] < eight["unaligned"]["k3"] < 0.1
     assert (low["precision"], low["model"]) == ("w4a8", "mixture")
     assert low["aligned"]["k3"] < 0.1 * low["unaligned"]["k3"]
     published = {sync["precision"]: sync["mib"] for sync in result["syncs"]}
