@@ -48,3 +48,10 @@ def test_costs_are_measured_in_turns(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "| replay, per learner step |" in page.read_text()
     with pytest.raises(ConfigError, match="unknown shape 'huge'; choices: tiny, 30b-a3b"):
         cost.compare("huge", 2, size, pairs=2, device="cpu", out=None, console=console)
+
+
+def test_a_median_is_trusted_as_far_as_there_are_values() -> None:
+    assert cost.median_interval([3.0]) == (3.0, 3.0)
+    assert cost.median_interval([1.0, 9.0, 5.0]) == (1.0, 9.0)
+    low, high = cost.median_interval([float(i) for i in range(100)])
+    assert (low, high) == (40.0, 59.0)
