@@ -1,10 +1,10 @@
 """Does training survive a sampler whose routers are noisy, with replay and without? Real runs of a tiny mixture.
 
 Noise is added to the logits by which the sampler's routers choose; their weights stay as they are, and what is recorded
-is what ran. Warms a mixture up once per seed, starts every run from it, each in a process of its own on one core, and
-prints how rewards went; the curves are drawn too. About six minutes on 16 cores:
+is what ran. Warms a mixture up once per seed, starts every run from it, each in a process of its own, and prints how
+rewards went; the curves are drawn too. Warm-ups run on CPU cores, so that they are the same wherever the runs are:
 
-    python scripts/router_noise_runs.py --jobs 16 --docs docs/expert-routes.md
+    python scripts/router_noise_runs.py --device cuda --docs docs/expert-routes.md
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -37,24 +38,35 @@ from lockstep.report.plots import COLORS
 from lockstep.report.run_folder import RunFolder
 
 ARMS = ("off", "r3")
-SHAPE = {"hidden": 64, "layers": 4, "heads": 4, "context": 128, "experts": 8}
+SHAPE = {"hidden": 64, "heads": 4, "context": 128, "experts": 8}
 TASK = {"demo_steps": 1.0}  # demonstrations all show their steps: with few, not every seed finds out that they pay
 WINDOW = 10  # steps of which a mean is taken
 FIGURE = "images/router-noise.svg"  # beside the page
 
 
 class Noisy(Recording):
-    """A step of the engine whose routers choose by noisy logits."""
+    """A step of the engine whose routers choose by noisy logits, other ones whenever a CUDA graph is replayed."""
 
-    def __init__(self, sigma: float, generator: torch.Generator, *given: Any) -> None:
+    def __init__(self, sigma: float, layers: int, *given: Any) -> None:
+        """`layers`: the first ones, whose routers are noisy."""
         super().__init__(*given)
         self.decides = True
-        self._sigma, self._generator = sigma, generator
+        self._sigma, self._layers = sigma, layers
 
     def choose(self, number: int, live: Tensor, scores: Tensor) -> Tensor:
         """`scores` are a softmax: their logarithms are the logits, up to a constant."""
-        logits = scores.log() + self._sigma * torch.randn(scores.shape, generator=self._generator)
-        return super().choose(number, logits.topk(live.shape[1]).indices, scores)
+        if number < self._layers:
+            live = (scores.log() + self._sigma * torch.randn_like(scores)).topk(live.shape[1]).indices
+        return super().choose(number, live, scores)
+
+
+@contextmanager
+def noisy_engines(sigma: float, layers: int, seed: int) -> Iterator[None]:
+    """Every engine that is started here, in prompts and answers alike; the learner's routers hear none of it."""
+    torch.manual_seed(seed)
+    noisy = partial(Noisy, sigma, layers)
+    with patch("lockstep.rollout.routes.Recording", noisy), patch("lockstep.rollout.burst.Recording", noisy):
+        yield
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +98,10 @@ class Outcome:
         return [fmean(self.rewards[i - WINDOW : i]) for i in range(WINDOW, len(self.rewards) + 1)]
 
 
-def warm_up(root: Path, updates: int, seed: int) -> Path:
+def warm_up(root: Path, given: argparse.Namespace, seed: int) -> Path:
     torch.set_num_threads(1)
     folder = RunFolder(root / f"warm-{seed}")
-    return folder.result or warmed_up(folder.root, SHAPE, updates, seed, TASK)
+    return folder.result or warmed_up(folder.root, SHAPE | {"layers": given.layers}, given.warmup, seed, TASK)
 
 
 def start(root: Path, given: argparse.Namespace, run: Run, warm: Path) -> Outcome:
@@ -98,16 +110,23 @@ def start(root: Path, given: argparse.Namespace, run: Run, warm: Path) -> Outcom
     changes = {
         "name": run.name,
         "seed": run.seed,
-        "train": {"steps": given.steps},
+        "device": given.device,
+        "train": {"steps": given.steps, "prompts": given.prompts},
         "algorithm": {"correction": "none"},
-        "learner": {"routing": run.routing, "learning_rate": given.rate, "mini_steps": given.updates},
+        "rollout": {"max_seqs": 128},  # all answers of a step, and no more graphs than they need
+        "learner": {
+            "routing": run.routing,
+            "learning_rate": given.rate,
+            "mini_steps": given.updates,
+            "dtype": "float32",  # so that noise is all that sampler and learner differ by
+        },
         "governor": {"mode": "off"},
         "record": {"samples_per_step": 1},
     }
     recipe = validate(Recipe, continued(warm, changes), run.name)
-    noisy, folder = partial(Noisy, run.noise, torch.Generator().manual_seed(run.seed)), RunFolder(root / run.name)
+    folder = RunFolder(root / run.name)
     if not folder.report.exists():
-        with patch("lockstep.rollout.routes.Recording", noisy):
+        with noisy_engines(run.noise, given.noisy, run.seed):
             train(recipe, folder.root, plain=True)
     return Outcome(run, list(folder.read_metrics()))
 
@@ -165,9 +184,13 @@ def arguments() -> argparse.Namespace:
         "--out", type=Path, default=Path("runs/router-noise"), help="folder for the runs; those in it are kept"
     )
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="runs at a time, one core each")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="of the runs: all on one")
+    parser.add_argument("--layers", type=int, default=28, help="all with experts")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--noise", type=float, nargs="+", default=[0.18, 0.6], help="standard deviations, of logits")
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--noise", type=float, nargs="+", default=[1.0], help="standard deviations, of logits")
+    parser.add_argument("--noisy", type=int, default=2, help="layers with noise, from the first on")
+    parser.add_argument("--steps", type=int, default=80)
+    parser.add_argument("--prompts", type=int, default=12, help="of a step; eight answers to each")
     parser.add_argument("--warmup", type=int, default=400, help="supervised updates before them")
     parser.add_argument("--rate", type=float, default=1e-3, help="learning rate")
     parser.add_argument("--updates", type=int, default=1, help="per step")
@@ -180,7 +203,7 @@ def main() -> None:
     runs = [Run(noise, arm, seed) for noise, arm, seed in product(given.noise, ARMS, given.seeds)]
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(given.jobs, mp_context=context, max_tasks_per_child=1) as pool:
-        warm = dict(zip(given.seeds, pool.map(partial(warm_up, given.out, given.warmup), given.seeds), strict=True))
+        warm = dict(zip(given.seeds, pool.map(partial(warm_up, given.out, given), given.seeds), strict=True))
         futures = [pool.submit(start, given.out, given, run, warm[run.seed]) for run in runs]
         outcomes = [future.result() for future in futures]
     write_comparison([RunFolder.open(given.out / run.name) for run in runs], given.out / "comparison.html")
