@@ -19,7 +19,8 @@ from transformers.models.gpt_oss import GptOssConfig, GptOssForCausalLM
 
 from engine_support import full_logp, prompt, small
 from lockstep.config import ConfigError
-from lockstep.models import paged
+from lockstep.models import paged, selfcheck
+from lockstep.models.routing import find_routers
 from lockstep.models.selfcheck import self_check
 from lockstep.models.twins import twin
 
@@ -68,6 +69,21 @@ def test_self_check_passes_and_leaves_the_model_as_it_was(dense: PreTrainedModel
         before = full_logp(module, prompt(20, seed=1))
         self_check(module)
         assert torch.equal(full_logp(module, prompt(20, seed=1)), before)
+
+
+def test_experts_that_rounding_chooses_are_no_reason_to_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All experts score the same, but for less than our attention differs by from plain transformers."""
+    module = small(experts=4)
+    routers = find_routers(module)
+    assert routers is not None
+    for name in routers.modules:
+        weight = module.get_submodule(name).weight
+        with torch.no_grad():
+            weight.copy_(weight[:1] * (1 + 1e-7 * torch.randn(len(weight), 1)))
+    self_check(module)
+    monkeypatch.setattr(selfcheck, "find_routers", lambda module: None)
+    with pytest.raises(ConfigError, match="packed log-probs differ from plain transformers by"):
+        self_check(module)
 
 
 def gpt_oss() -> PreTrainedModel:
