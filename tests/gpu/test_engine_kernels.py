@@ -30,8 +30,8 @@ from lockstep.models.tiny import byte_tokenizer
 from lockstep.rollout import burst
 from lockstep.rollout.burst import Burst
 from lockstep.rollout.sampler import SamplingBatch, sample
-from lockstep.rollout.scheduler import Scheduler
-from lockstep.rollout.sharing import Group, as_rows, neighbours, pays
+from lockstep.rollout.scheduler import Plan, Scheduler
+from lockstep.rollout.sharing import Neighbours, as_rows, find_neighbours, pays
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 pytestmark = [
@@ -145,8 +145,8 @@ def test_neighbours_read_what_they_share_once(
     cache = cache_of(heads, size, dtype)
     pages = torch.stack([pages_of(3)[min(i // 8, 1)] for i in range(11)]).to(DEVICE)
     pages[:, 6:] = torch.arange(11, device=DEVICE)[:, None] + torch.arange(6, device=DEVICE)
-    groups = [Group(0, 8, 5), Group(8, 2, 2), Group(10, 1, 0)]
-    assert neighbours([[*p[:5], 100 + i] if i < 10 else [7] for i, p in enumerate(pages.tolist())])[0] == groups[0]
+    groups = [Neighbours(0, 8, 5), Neighbours(8, 2, 2), Neighbours(10, 1, 0)]
+    assert find_neighbours([[*p[:5], 100 + i] if i < 10 else [7] for i, p in enumerate(pages.tolist())])[0] == groups[0]
     start = torch.tensor([80 + 9 * i for i in range(10)] + [0], device=DEVICE)
     query = torch.randn(11, heads * group, size, device=DEVICE).to(dtype)
     shared = Shared(*torch.tensor(as_rows(groups, 11, PAGE), device=DEVICE))
@@ -182,11 +182,17 @@ def test_bursts_that_follow_each_other_draw_what_single_steps_draw(monkeypatch: 
     end = single["2"].tokens[9]
     single = finish(engine_core(copy.deepcopy(module).to(DEVICE), end=(end,), max_seqs=4, compile=False), requests)
     core = engine_core(copy.deepcopy(module).to(DEVICE), end=(end,), max_seqs=4)
-    core.scheduler.run_ahead, core.scheduler.follow_from = 3, 1
-    follows, follow = [], core.scheduler.follow
-    monkeypatch.setattr(Scheduler, "follow", lambda self, plan: follows.append(follow(plan)) or follows[-1])
+    core.scheduler.run_ahead, core.scheduler.follow_from, core.scheduler.idle_share = 3, 1, 1.0
+    gone, follow = list[str](), Scheduler.follow  # ended sequences in bursts that go on for the others
+
+    def watched(self: Scheduler, plan: Plan) -> Plan | None:
+        following = follow(self, plan)
+        gone.extend(c.seq.request.uid for c in (following.decode if following else ()) if c.seq.row < 0)
+        return following
+
+    monkeypatch.setattr(Scheduler, "follow", watched)
     done = finish(core, requests)
-    assert any(follows)
+    assert "3" in gone
     for uid, expected in single.items():
         assert done[uid].tokens == expected.tokens
         assert done[uid].stop_reason == expected.stop_reason

@@ -21,16 +21,17 @@ def estimate(recipe: Recipe) -> dict[str, float]:
     """GiB by purpose, on one rank. Activations are a rule of thumb; the rest is counted."""
     module = _outline(recipe.model)
     parts = _without_kv(recipe, module)
-    return parts | {"keys and values": planned_kv_gib(recipe, module, leave_gib=sum(parts.values()))}
+    leave = parts["weights"] + parts["low-bit weights"] + gib_for_learner(recipe, module, world=1)
+    budget = kv_gib(recipe.rollout, choose_device(recipe.device), leave)
+    return parts | {"keys and values": min(budget, most_kv_gib(recipe, module))}
 
 
-def planned_kv_gib(recipe: Recipe, module: PreTrainedModel, leave_gib: float) -> float:
-    """What the engine takes for keys and values: what it may, or less where its rows can never fill that."""
+def most_kv_gib(recipe: Recipe, module: PreTrainedModel) -> float:
+    """What all rows of the engine could ever fill with keys and values."""
     device, config = choose_device(recipe.device), recipe.rollout
     dtype = torch.float8_e4m3fn if config.kv_precision == "fp8" else recipe.learner.torch_dtype(device)
     pages = config.max_seqs * -(-module.config.get_text_config().max_position_embeddings // PAGE_SIZE)
-    most = pages * PAGE_SIZE * KVCache.slot_bytes(module.config, dtype) / GIB
-    return min(kv_gib(config, device, leave_gib), most)
+    return pages * PAGE_SIZE * KVCache.slot_bytes(module.config, dtype) / GIB
 
 
 def gib_for_learner(recipe: Recipe, module: PreTrainedModel, world: int) -> float:

@@ -15,7 +15,7 @@ from pathlib import Path
 from torch import Tensor
 
 from lockstep.assembly.devices import choose_device
-from lockstep.assembly.estimate import gib_for_learner, planned_kv_gib
+from lockstep.assembly.estimate import gib_for_learner, most_kv_gib
 from lockstep.assembly.recipe import Recipe
 from lockstep.bus import memory as bus_memory
 from lockstep.config import ConfigError
@@ -71,7 +71,7 @@ class Sampling:
         self.low_bit = low_bit_weights(recipe, loaded)
         budget = kv_gib(recipe.rollout, loaded.module.device, leave_gib)
         config = recipe.rollout.model_copy(update={"kv_gib": budget})
-        self.kv_gib = planned_kv_gib(recipe, loaded.module, leave_gib)
+        self.kv_gib = min(budget, most_kv_gib(recipe, loaded.module))
         start = recipe.rollout.engine.cls.start  # type: ignore[attr-defined]
         self.engine: Engine = start(loaded, config, None if share else self.store, self.low_bit, routers)
 

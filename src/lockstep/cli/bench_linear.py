@@ -255,8 +255,10 @@ def with_tables(page: str, tables: Mapping[str, str]) -> str:
     for title, fresh in tables.items():
         before, heading, after = page.partition(f"### {title}\n")
         if heading:
-            old = re.search(r"^(\|.*\n?)+", after, re.MULTILINE)
-            assert old, f"there is no table under {title!r}"
+            section = re.split(r"^#", after, maxsplit=1, flags=re.MULTILINE)[0]
+            old = re.search(r"^(\|.*\n?)+", section, re.MULTILINE)
+            if old is None:
+                raise ConfigError(f"there is no table under the heading {title!r}: remove the heading, or give it one")
             page = f"{before}{heading}{after[: old.start()]}{fresh}\n{after[old.end() :]}"
         else:
             page = f"{page.rstrip()}\n\n### {title}\n\n{fresh}\n"

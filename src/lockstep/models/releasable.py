@@ -130,8 +130,12 @@ class _Range:
             return
         driver, handle, where = _driver(), ctypes.c_uint64(), _Properties.on(self.device)
         driver.call("cuMemCreate", ctypes.byref(handle), self.num_bytes, ctypes.byref(where), 0)
+        try:
+            driver.call("cuMemMap", self.address, self.num_bytes, 0, handle.value, 0)
+        except (MemoryError, RuntimeError):
+            driver.call("cuMemRelease", handle.value)
+            raise
         self.handle = handle.value
-        driver.call("cuMemMap", self.address, self.num_bytes, 0, self.handle, 0)
         access = _Access(where.location, READ_WRITE)
         driver.call("cuMemSetAccess", self.address, self.num_bytes, ctypes.byref(access), 1)
 
@@ -158,6 +162,7 @@ class _MappedBlock:
     @classmethod
     def make(cls, num_bytes: int, device: torch.device) -> _MappedBlock:
         torch.cuda.synchronize(device)  # this thread now has the device's context
+        torch.cuda.empty_cache()  # what PyTorch keeps without using it, the driver cannot give to us
         driver, address, size = _driver(), ctypes.c_uint64(), ctypes.c_size_t()
         index = torch.cuda.current_device() if device.index is None else device.index
         where = _Properties.on(index)

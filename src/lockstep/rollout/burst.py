@@ -24,7 +24,7 @@ from lockstep.rollout.rows import Rows
 from lockstep.rollout.sampler import sample, truncated
 from lockstep.rollout.scheduler import Draws, Plan
 from lockstep.rollout.sequence import Sequence
-from lockstep.rollout.sharing import alone, as_rows, neighbours, pays
+from lockstep.rollout.sharing import alone, as_rows, find_neighbours, pays
 
 STEPS = 32  # decode steps between two looks of the host, at most
 
@@ -63,13 +63,15 @@ class Burst:
         self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
 
     def warm_up(self) -> None:
-        """Captures every batch size, largest first: smaller ones then fit into its memory.
+        """Captures every batch size, with and without common pages, largest first: smaller ones then fit into its
+        memory. Truncated sampling, which is not for training, is captured when it is first asked for.
 
         ConfigError if the model does something in a step that cannot be captured.
         """
         try:
             for size in reversed(self.sizes):
-                self._graph(Kind(size))
+                for sharing in (False, True)[: min(size, 2)]:
+                    self._graph(Kind(size, sharing=sharing))
         except RuntimeError as error:
             reason = str(error).splitlines()[0]
             raise ConfigError(
@@ -81,10 +83,8 @@ class Burst:
     def launch(self, plan: Plan) -> None:
         """Returns before it is computed. What follows a burst goes on from the state it leaves on the device."""
         seqs = [chunk.seq for chunk in plan.decode]
-        if not plan.follows:
-            self._prepare(plan, seqs)
+        graph = self._continue(seqs) if plan.follows else self._prepare(plan, seqs)
         self.rows.write([seq for seq in seqs if seq.row >= 0])
-        graph = self._graph(self._kind)
         self._step.zero_()
         for _ in range(plan.steps):
             graph.replay() if graph else self._run_step(self._kind)
@@ -105,11 +105,21 @@ class Burst:
         self._begin = end
         return [(t[:n], p[:n]) for t, p, n in zip(tokens, logp, counts, strict=True)]
 
-    def _prepare(self, plan: Plan, seqs: list[Sequence]) -> None:
+    def _continue(self, seqs: list[Sequence]) -> torch.cuda.CUDAGraph | None:
+        """The device does not know who was ended by the host (a stop string, an abort): they idle from now on, because
+        their pages are not theirs any more."""
+        gone = [place for place, seq in enumerate(seqs) if seq.row < 0]
+        if gone:
+            places = torch.tensor(gone, pin_memory=self._state.is_cuda).to(self._state.device, non_blocking=True)
+            self._state[3].index_fill_(0, places, 0)
+        return self._graph(self._kind)
+
+    def _prepare(self, plan: Plan, seqs: list[Sequence]) -> torch.cuda.CUDAGraph | None:
         size = self.sizes[bisect_left(self.sizes, len(seqs))]
-        groups = neighbours([seq.pages for seq in seqs])
+        groups = find_neighbours([seq.pages for seq in seqs])
         sharing = pays(groups, sum(len(seq.pages) for seq in seqs))
         self._kind = Kind(size, any(truncated(seq.request.params) for seq in seqs), sharing)
+        graph = self._graph(self._kind)  # before the state is written: a capture overwrites it
         self._begin = [chunk.start for chunk in plan.decode]
         empty = [0] * (size - len(seqs))
         state = [
@@ -122,6 +132,7 @@ class Burst:
         if sharing:
             groups += alone(size, first=len(seqs))
             self._shared[:, :size] = torch.tensor(as_rows(groups, size, self.cache.page_size))
+        return graph
 
     def _graph(self, kind: Kind) -> torch.cuda.CUDAGraph | None:
         if self._pool is None:

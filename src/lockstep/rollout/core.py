@@ -83,7 +83,7 @@ class EngineCore:
         )
         if self.recorder is not None:
             self.scheduler.leaving = self.recorder.leaving
-        self.lengths = Lengths()
+        self.lengths = Lengths() if device.type == "cuda" else None  # a CPU's runs resume bit for bit, without a past
         self._arrivals = 0
         self._ended: list[Sequence] = []
         self._ahead: Plan | None = None  # launched already
@@ -128,8 +128,10 @@ class EngineCore:
         return None
 
     def add(self, requests: Seq[Request]) -> None:
-        """Those expected to take longest first; among equals, and over calls, the order they came in."""
-        for request in sorted(requests, key=self.lengths.expected, reverse=True):
+        """On a GPU those expected to take longest first; among equals, and over calls, the order they came in."""
+        if self.lengths is not None:
+            requests = sorted(requests, key=self.lengths.expected, reverse=True)
+        for request in requests:
             self.scheduler.add([Sequence.of(request, self._arrivals, self.context)])
             self._arrivals += 1
 
@@ -173,8 +175,9 @@ class EngineCore:
         if self._ahead is not None:  # the device goes on while the host takes in what was drawn
             self.runner.launch(self._ahead)
         ended = self.scheduler.commit(plan, self.runner.collect(), self._take)
-        for seq in ended:
-            self.lengths.saw(seq.request, len(seq.sampled))
+        if self.lengths is not None:
+            for seq in ended:
+                self.lengths.saw(seq.request, len(seq.sampled))
         self._ended += ended
         return self._completions(wait=not self.busy)
 

@@ -102,7 +102,8 @@ def _invert(probs_BV: Tensor, u_B: Tensor) -> Tensor:
     if probs_BV.shape[-1] <= SMALL:
         cdf_BV = probs_BV.double().cumsum(-1)
         return _first_above(cdf_BV, u_B * cdf_BV[:, -1])
-    if missing := -probs_BV.shape[-1] % BLOCK:
+    vocab = probs_BV.shape[-1]
+    if missing := -vocab % BLOCK:
         probs_BV = F.pad(probs_BV, (0, missing))
     blocks = probs_BV.unflatten(-1, (-1, BLOCK))
     upto = blocks.sum(-1).double().cumsum(-1)  # [B, blocks]
@@ -110,7 +111,7 @@ def _invert(probs_BV: Tensor, u_B: Tensor) -> Tensor:
     block = _first_above(upto, threshold)
     before = F.pad(upto, (1, 0)).gather(1, block[:, None])[:, 0]
     within = blocks[torch.arange(len(block), device=block.device), block].double().cumsum(-1)
-    return block * BLOCK + _first_above(within, threshold - before)
+    return (block * BLOCK + _first_above(within, threshold - before)).clamp(max=vocab - 1)
 
 
 def _first_above(cdf: Tensor, threshold: Tensor) -> Tensor:

@@ -63,6 +63,7 @@ class Scheduler:
     max_step_tokens: int
     run_ahead: int = 1  # decode steps that are computed without asking, at most
     follow_from: int = 16  # running sequences: fewer may all end in a burst, and the next would be for nothing
+    idle_share: float = 0.1  # of a burst's rows, at most, if another is to follow
     version: int = 0
     admitting: bool = True  # False while draining for a weight update
     waiting: deque[Sequence] = field(default_factory=deque)  # oldest first
@@ -115,7 +116,7 @@ class Scheduler:
         running = [chunk.seq for chunk in plan.decode if chunk.seq.row >= 0]
         longest = max((seq.limit - len(seq.tokens) - plan.steps for seq in running), default=0)
         steps = min(self.run_ahead, longest)
-        few = len(running) < max(self.follow_from, 0.9 * len(plan.decode))
+        few = len(running) < max(self.follow_from, (1 - self.idle_share) * len(plan.decode))
         if plan.prefill or self.run_ahead == 1 or plan.steps < self.run_ahead or self.waiting or few or steps < 1:
             return None
         if self._pages_ahead(running, plan.steps + steps) > self.pool.num_available:
@@ -141,6 +142,7 @@ class Scheduler:
             if plan.follows and seq.row < 0:  # ended, or was aborted, after the plan was made
                 next(drawn)
                 continue
+            assert chunk.samples or not plan.follows, "who goes on has drawn all that the burst before could draw"
             if chunk.samples:
                 num_taken = taken(seq, next(drawn))
                 seq.versions += [plan.version] * num_taken

@@ -11,15 +11,15 @@ from typing import NamedTuple
 from lockstep.models.paged import MEMBERS
 
 
-class Group(NamedTuple):
+class Neighbours(NamedTuple):
     first: int  # sequence of the batch
     members: int
     pages: int  # that all of them begin with
 
 
-def neighbours(pages: Sequence[list[int]]) -> list[Group]:
+def find_neighbours(pages: Sequence[list[int]]) -> list[Neighbours]:
     """Everyone is in one group. One that begins with fewer of the pages than the others share starts its own."""
-    groups: list[Group] = []
+    groups: list[Neighbours] = []
     for number, own in enumerate(pages):
         if groups:
             first, members, common = groups[-1]
@@ -27,9 +27,9 @@ def neighbours(pages: Sequence[list[int]]) -> list[Group]:
             if members == 1:
                 common = _common(lead, own)
             if common and members < MEMBERS and own[:common] == lead[:common]:
-                groups[-1] = Group(first, members + 1, common)
+                groups[-1] = Neighbours(first, members + 1, common)
                 continue
-        groups.append(Group(number, 1, 0))
+        groups.append(Neighbours(number, 1, 0))
     return groups
 
 
@@ -38,16 +38,16 @@ def _common(one: list[int], other: list[int]) -> int:
     return next((number for number, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
-def pays(groups: Sequence[Group], num_pages: int) -> bool:
+def pays(groups: Sequence[Neighbours], num_pages: int) -> bool:
     """An eighth of the reading saved is worth putting together what was read apart."""
     return 8 * sum((group.members - 1) * group.pages for group in groups) > num_pages
 
 
-def alone(end: int, first: int = 0) -> list[Group]:
-    return [Group(number, 1, 0) for number in range(first, end)]
+def alone(end: int, first: int = 0) -> list[Neighbours]:
+    return [Neighbours(number, 1, 0) for number in range(first, end)]
 
 
-def as_rows(groups: Sequence[Group], size: int, page_size: int) -> list[list[int]]:
+def as_rows(groups: Sequence[Neighbours], size: int, page_size: int) -> list[list[int]]:
     """The fields of `Shared` for a batch of `size`."""
     empty = [0] * (size - len(groups))
     before = [group.pages * page_size for group in groups for _ in range(group.members)]

@@ -21,6 +21,7 @@ def test_a_prompt_whose_answers_were_long_is_expected_to_be_long() -> None:
 
 def test_longest_expected_start_first_and_siblings_stay_together() -> None:
     core = engine_core(small(), max_seqs=2)
+    core.lengths = Lengths()
     finish(core, [ask("b", prompt(9, 2), 30), ask("a", prompt(9, 1), 3)])
     core.add([ask(f"{name}{i}", prompt(9, seed), 30) for name, seed in (("a", 1), ("b", 2)) for i in range(2)])
     core.add([ask("c", prompt(9, 2), 30)])

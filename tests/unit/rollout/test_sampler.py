@@ -102,7 +102,7 @@ def test_large_vocabularies_are_inverted_in_blocks(vocab: int) -> None:
         found, expected = _invert(probs, u.double()), _first_above(cdf, u.double() * cdf[:, -1])
         assert torch.equal(found, expected)
         assert bool((probs.gather(1, found[:, None]) > 0).all())
-    assert _invert(torch.full((1, vocab), torch.nan), torch.ones(1).double() / 2) < vocab + 128
+    assert _invert(torch.full((1, vocab), torch.nan), torch.ones(1).double() / 2) < vocab
 
 
 def test_a_row_does_not_depend_on_the_rest_of_the_batch() -> None:

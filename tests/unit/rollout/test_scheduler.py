@@ -54,14 +54,16 @@ class Shadow:
             if not plan.follows:
                 self._write(chunk.seq, tokens, chunk.start, chunk.end)
                 self.computed += chunk.end - chunk.start
-            if plan.follows or chunk.samples:
+            if plan.follows and chunk.seq.row < 0:  # the device is told before it goes on
+                drawn.append(([], []))
+            elif plan.follows or chunk.samples:
                 drawn.append(self._draw(chunk.seq, tokens, plan.steps, wrote=not plan.follows))
         return plan, drawn
 
     def _draw(self, seq: Sequence, known: list[int], steps: int, *, wrote: bool) -> Draws:
         """As the device does: token after token, until the sequence has all it may have."""
         tokens = list(known)
-        while seq.row >= 0 and len(tokens) < min(len(known) + steps, seq.limit):
+        while len(tokens) < min(len(known) + steps, seq.limit):
             if len(tokens) > len(known) or not wrote:
                 self._write(seq, tokens, len(tokens) - 1, len(tokens))
                 self.computed += 1
@@ -123,7 +125,7 @@ def _take(seq: Sequence, drawn: Draws) -> int:
 
 def make(num_pages: int = 64, max_seqs: int = 8, step_tokens: int = 64, run_ahead: int = 1) -> Shadow:
     pool = PagePool(num_pages, PAGE)
-    return Shadow(Scheduler(pool, max_seqs, step_tokens, run_ahead, follow_from=1))
+    return Shadow(Scheduler(pool, max_seqs, step_tokens, run_ahead, follow_from=1, idle_share=1.0))
 
 
 def sequences(*specs: tuple[list[int], int], first: int = 0) -> list[Sequence]:

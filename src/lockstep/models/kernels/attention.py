@@ -2,7 +2,7 @@
 
 What `paged.attend` computes in torch, without gathering pages: keys and values are read where they lie, once per
 key/value head for all of its G queries. Scores, softmax and sums are float32; the weights of the values are rounded to
-the cache's type before the product, as flash attention does.
+the queries' type before the product, as flash attention does.
 
 8-bit keys and values are turned into the queries' type as they are read; their scales multiply scores and weights.
 
@@ -49,7 +49,7 @@ def decode(
     _decode[batch, heads, splits + common](
         query_BHD, *cache, pages_BP, lengths_B, *(shared or (None,) * 4), partial, scale * LOG2E, pages_BP.stride(0),
         H=heads, G=group, D=size, S=page_size, BLOCK_N=64, SPLITS=splits, COMMON=common, MEMBERS=MEMBERS,
-        WINDOW=window or 0, PRECISION=_precision(cache.keys), num_warps=4, num_stages=3,
+        WINDOW=window or 0, PRECISION=_precision(query_BHD), num_warps=4, num_stages=3,
     )  # fmt: skip
     if splits + common > 1:
         padded = triton.next_power_of_2(splits + common)
@@ -77,7 +77,7 @@ def prefill(
     _prefill[triton.cdiv(longest, block), num_queries, len(count_B)](
         query_NHD, *cache, pages_BP, first_B, start_B, count_B, out, scale * LOG2E,
         pages_BP.stride(0), HQ=num_queries, H=heads, D=size, S=page_size, BLOCK_M=block, BLOCK_N=64,
-        WINDOW=window or 0, PRECISION=_precision(cache.keys), num_warps=8 if block == 128 else 4, num_stages=2,
+        WINDOW=window or 0, PRECISION=_precision(query_NHD), num_warps=8 if block == 128 else 4, num_stages=2,
     )  # fmt: skip
     return out
 
@@ -92,8 +92,8 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
-def _precision(keys: Tensor) -> str:
-    return "ieee" if keys.dtype == torch.float32 else "tf32"
+def _precision(query: Tensor) -> str:
+    return "ieee" if query.dtype == torch.float32 else "tf32"
 
 
 @triton.constexpr_function

@@ -254,7 +254,7 @@ def _nibble(pairs, bit: tl.constexpr, scale, dtype: tl.constexpr):
 def _twice(value):
     """A float32 number that bfloat16 holds, in both halves of a register."""
     bits = value.to(tl.int32, bitcast=True)
-    return bits | ((bits >> 16) & 0xFFFF)
+    return (bits & -65536) | ((bits >> 16) & 0xFFFF)
 
 
 @triton.jit

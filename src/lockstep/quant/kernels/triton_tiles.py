@@ -25,7 +25,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 GROUP = 128  # of K: what shares a scale in 4-bit weights and fp8 blocks, and what one step of a kernel's loop covers
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # on a CPU: no inline assembly, no dependent launch
-DEPENDENT = not INTERPRETED  # 8-bit products are launched while their inputs are still being encoded, and wait
+_HOPPER = not torch.cuda.is_available() or torch.cuda.get_device_capability() >= (9, 0)
+DEPENDENT = _HOPPER and not INTERPRETED  # kernels are launched while their inputs are still being made, and wait
 _MULTIPROCESSORS = 132
 _FULL = 150  # tiles that keep the device busy: where there are fewer, chunks run side by side
 _ALIGNED = 2 * GROUP  # chunks start at multiples of it

@@ -128,7 +128,11 @@ class Embedded:
     async def sleep(self) -> None:
         """waits for: the step under way"""
         self._asleep = True
-        await self._call(self._core.sleep)
+        try:
+            await self._call(self._core.sleep)
+        except RuntimeError:
+            self._asleep = False
+            raise
 
     async def wake(self) -> None:
         await self._call(self._core.wake)
