@@ -1,4 +1,4 @@
-"""Every kernel compiles for a Hopper GPU, on a machine without one: the interpreter accepts more than the compiler.
+"""Our kernels compile for a Hopper GPU, on a machine without one: the interpreter accepts more than the compiler.
 
 Needs triton, which the installation for a CPU does not bring: `pip install triton`, then `pytest -m gpu` on this file.
 """
@@ -6,7 +6,7 @@ Needs triton, which the installation for a CPU does not bring: `pip install trit
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -129,17 +129,44 @@ def codes(*shape: int, dtype: torch.dtype) -> Tensor:
     return torch.zeros(shape, dtype=torch.int8).view(dtype)
 
 
-def eight(rows: int, dtype: torch.dtype, matmul: Callable[..., Tensor]) -> None:
-    matmul(codes(rows, 4096, dtype=dtype), torch.ones(rows), codes(4096, 4096, dtype=dtype), torch.ones(4096), BF16)
+def four_bit_weight(*experts: int) -> tuple[Tensor, Tensor]:
+    """Scales lie as the engine has them, group by group."""
+    return torch.zeros(*experts, 1024, 2048, dtype=torch.uint8), torch.ones(*experts, 32, 1024).mT
 
 
 @pytest.mark.parametrize("rows", [1, 16, 64, 256])
 def test_low_bit_products(rows: int) -> None:
     from lockstep.quant.kernels import triton_eight, triton_four
 
-    eight(rows, torch.int8, triton_eight.int8_matmul)
-    eight(rows, E4M3, triton_eight.fp8_matmul)
-    packed, scales = torch.zeros(4096, 2048, dtype=torch.uint8), torch.ones(4096, 32)
-    triton_four.w4a8_matmul(codes(rows, 4096, dtype=torch.int8), torch.ones(rows), packed, scales, BF16)
-    triton_four.w4a8_fp8_matmul(codes(rows, 4096, dtype=E4M3), torch.ones(rows), packed, scales, BF16)
-    triton_four.w4a16_matmul(torch.zeros(rows, 4096, dtype=BF16), packed, scales, BF16)
+    one = torch.ones(rows)
+    for kind, matmul in ((torch.int8, triton_eight.int8_matmul), (E4M3, triton_eight.fp8_matmul)):
+        matmul(codes(rows, 4096, dtype=kind), one, codes(1024, 4096, dtype=kind), torch.ones(1024), BF16)
+    blocks, weight = torch.ones(rows, 32), codes(1024, 4096, dtype=E4M3)
+    triton_eight.fp8_block_matmul(codes(rows, 4096, dtype=E4M3), blocks, weight, torch.ones(8, 32), BF16)
+    triton_four.w4a8_matmul(codes(rows, 4096, dtype=torch.int8), one, *four_bit_weight(), BF16)
+    triton_four.w4a8_fp8_matmul(codes(rows, 4096, dtype=E4M3), one, *four_bit_weight(), BF16)
+    for dtype in (BF16, torch.float16):
+        triton_four.w4a16_matmul(torch.zeros(rows, 4096, dtype=dtype), *four_bit_weight(), dtype)
+
+
+@pytest.mark.parametrize("rows", [16, 256])
+def test_low_bit_products_of_experts(rows: int) -> None:
+    from lockstep.quant.kernels import triton_eight, triton_four
+
+    offsets, one = torch.zeros(9, dtype=torch.int32), torch.ones(rows)
+    for kind, matmul in ((torch.int8, triton_eight.grouped_int8_matmul), (E4M3, triton_eight.grouped_fp8_matmul)):
+        weight, scales = codes(8, 1024, 4096, dtype=kind), torch.ones(8, 1024)
+        matmul(codes(rows, 4096, dtype=kind), one, offsets, weight, scales, BF16)
+    triton_four.grouped_w4a16_matmul(torch.zeros(rows, 4096, dtype=BF16), offsets, *four_bit_weight(8), BF16)
+    x = codes(rows, 4096, dtype=torch.int8)
+    triton_four.grouped_w4a8_matmul(x, one, offsets, *four_bit_weight(8), BF16)
+
+
+def test_quantizers() -> None:
+    from lockstep.quant.kernels import triton_rows, triton_weights
+
+    x = torch.zeros(16, 4096, dtype=BF16)
+    for quantize in (triton_rows.quantize_rows_int8, triton_rows.quantize_rows_fp8, triton_rows.quantize_groups_fp8):
+        quantize(x)
+    packed, scales = triton_weights.quantize_int4(torch.zeros(1024, 4096))
+    triton_weights.dequantize_int4(packed, scales, 4096, BF16)
