@@ -50,25 +50,13 @@ class EngineCore:
         self.end_tokens = frozenset(end_tokens)
         self.context: int = module.config.get_text_config().max_position_embeddings
         parameter = next(module.parameters())  # of the embedding: matrices may be low-bit
-        self.kv_gib = kv_gib(config, parameter.device)
+        self.dtype, device = parameter.dtype, parameter.device
         self.memory = memory
         self._weights_sleep = memory is not None and memory.holds(parameter)
         self._has_weights = True
-        self.dtype = parameter.dtype
-        kv_dtype = torch.float8_e4m3fn if config.kv_precision == "fp8" else self.dtype
-        num_pages = self._num_pages(config, kv_dtype, routers)
-        self.capacity = num_pages * PAGE_SIZE
-        device = parameter.device
-        cache = KVCache(
-            module.config,
-            num_pages=num_pages + 1,
-            page_size=PAGE_SIZE,
-            dtype=kv_dtype,
-            device=device,
-            memory=memory,
-        )
-        routes = RouteMemory(routers, self.capacity + PAGE_SIZE, device, memory) if routers is not None else None
+        cache, routes = self._make_pages(config, routers, device)
         self.recorder = Recorder(routes, PAGE_SIZE) if routes is not None else None
+        num_pages = self.capacity // PAGE_SIZE
         pages_per_seq = min(num_pages, -(-self.context // PAGE_SIZE))
         self.rows = Rows(config.max_seqs, pages_per_seq, module.config.get_text_config().vocab_size, device)
         burst = None
@@ -89,6 +77,18 @@ class EngineCore:
         self._ahead: Plan | None = None  # launched already
         if burst is not None:
             burst.warm_up()
+
+    def _make_pages(
+        self, config: RolloutConfig, routers: Routers | None, device: torch.device
+    ) -> tuple[KVCache, RouteMemory | None]:
+        """With a page more than the scheduler knows of, for what nobody reads."""
+        self.kv_gib = kv_gib(config, device)
+        dtype = torch.float8_e4m3fn if config.kv_precision == "fp8" else self.dtype
+        num_pages = self._num_pages(config, dtype, routers)
+        self.capacity = num_pages * PAGE_SIZE
+        place = {"device": device, "memory": self.memory}
+        cache = KVCache(self.module.config, num_pages=num_pages + 1, page_size=PAGE_SIZE, dtype=dtype, **place)
+        return cache, RouteMemory(routers, self.capacity + PAGE_SIZE, **place) if routers is not None else None
 
     def _num_pages(self, config: RolloutConfig, dtype: torch.dtype, routers: Routers | None) -> int:
         """As many pages as every row could ever fill, or as the memory allows."""
