@@ -87,8 +87,14 @@ class EngineCore:
         num_pages = self._num_pages(config, dtype, routers)
         self.capacity = num_pages * PAGE_SIZE
         place = {"device": device, "memory": self.memory}
-        cache = KVCache(self.module.config, num_pages=num_pages + 1, page_size=PAGE_SIZE, dtype=dtype, **place)
-        return cache, RouteMemory(routers, self.capacity + PAGE_SIZE, **place) if routers is not None else None
+        try:
+            cache = KVCache(self.module.config, num_pages=num_pages + 1, page_size=PAGE_SIZE, dtype=dtype, **place)
+            return cache, RouteMemory(routers, self.capacity + PAGE_SIZE, **place) if routers is not None else None
+        except (MemoryError, torch.OutOfMemoryError) as error:
+            free = f", {free_gib(device):.1f} GiB are free" if device.type == "cuda" else ""
+            raise ConfigError(
+                f"rollout.kv_gib = {self.kv_gib:.1f} does not fit into the memory of {device}{free}"
+            ) from error
 
     def _num_pages(self, config: RolloutConfig, dtype: torch.dtype, routers: Routers | None) -> int:
         """As many pages as every row could ever fill, or as the memory allows."""

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
+from engine_support import engine_core
 from lockstep.assembly.estimate import estimate, gib_for_learner
+from lockstep.config import ConfigError
 from lockstep.models.tiny import TinyModel, tiny_model
 from lockstep.rollout import budget
 from lockstep.rollout.config import RolloutConfig
@@ -45,3 +48,8 @@ def test_what_is_left_for_the_learner() -> None:
     assert gib_for_learner(asleep, module, 1) == pytest.approx(parts["optimiser"])
     shared = (parts["gradients"] + parts["optimiser"]) / 4 + parts["activations (about)"] + 2 * parts["weights"]
     assert gib_for_learner(recipe, module, 4) == pytest.approx(shared)
+
+
+def test_memory_that_is_not_there_is_told_in_one_line(dense: PreTrainedModel) -> None:
+    with pytest.raises(ConfigError, match=r"rollout.kv_gib = 1e\+06 does not fit into the memory of cpu"):
+        engine_core(dense, max_seqs=10**9, kv_gib=1e6)
