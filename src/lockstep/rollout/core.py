@@ -90,11 +90,10 @@ class EngineCore:
         try:
             cache = KVCache(self.module.config, num_pages=num_pages + 1, page_size=PAGE_SIZE, dtype=dtype, **place)
             return cache, RouteMemory(routers, self.capacity + PAGE_SIZE, **place) if routers is not None else None
-        except (MemoryError, torch.OutOfMemoryError) as error:
-            free = f", {free_gib(device):.1f} GiB are free" if device.type == "cuda" else ""
-            raise ConfigError(
-                f"rollout.kv_gib = {self.kv_gib:.1f} does not fit into the memory of {device}{free}"
-            ) from error
+        except (MemoryError, RuntimeError) as error:  # what the driver says, and what PyTorch does
+            free = f", of which {free_gib(device):.1f} GiB are free" if device.type == "cuda" else ""
+            told = f"rollout.kv_gib = {self.kv_gib:g} does not fit into the memory of {device}{free}"
+            raise ConfigError(told) from error
 
     def _num_pages(self, config: RolloutConfig, dtype: torch.dtype, routers: Routers | None) -> int:
         """As many pages as every row could ever fill, or as the memory allows."""
