@@ -1,7 +1,7 @@
 """Linear layers on a CPU when a step decodes few sequences.
 
-PyTorch hands float32 products to MKL, which takes longer than oneDNN for large weights and 8 to 128 rows. oneDNN is asked
-directly here, by the operator that torch.compile uses for it.
+PyTorch hands float32 products to MKL, which takes longer than oneDNN for large weights and 8 to 128 rows. oneDNN is
+asked directly here, by the operator that torch.compile uses for it.
 """
 
 from __future__ import annotations
