@@ -204,9 +204,12 @@ def _in_process(
         killer.start()
         try:
             lines = [line for line in process.stdout or () if not _passed_on(line, console)]
+        except BaseException:
+            process.kill()
+            raise
         finally:
             killer.cancel()
-            process.kill() if process.poll() is None and sys.exc_info()[0] else process.wait()
+        process.wait()
         log.seek(0)
         results = [line for line in lines if line.startswith(RESULTS)]
         if process.returncode or not results:
