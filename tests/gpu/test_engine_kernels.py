@@ -6,6 +6,7 @@ On a GPU; or anywhere with triton installed and TRITON_INTERPRET=1, in float32.
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from transformers import (
 
 from engine_support import ask, engine_core, finish, prompt, rescore, sharpen
 from lockstep.models import kernels
+from lockstep.models.fused import _experts
 from lockstep.models.kv import KVCache, Pages
 from lockstep.models.paged import PagedStep, Segment, Shared, _attend, _attend_fused
 from lockstep.models.tiny import byte_tokenizer
@@ -226,6 +228,35 @@ def test_draws_are_those_of_the_reference(vocab: int) -> None:
     expected[5] = logits[5].argmax()
     assert torch.equal(tokens.cpu(), expected)
     torch.testing.assert_close(logp.cpu(), reference.gather(1, expected[:, None])[:, 0], atol=1e-5, rtol=0)
+
+
+def test_rows_that_lie_by_expert_are_combined_by_token() -> None:
+    from lockstep.models.kernels import experts
+
+    torch.manual_seed(0)
+    ids = torch.stack([torch.randperm(8)[:2] for _ in range(30)]).to(DEVICE)
+    y, weights = torch.randn(60, 48, device=DEVICE), torch.rand(30, 2, device=DEVICE)
+    order, _ = experts.group(ids, 8)
+    assert torch.equal(ids.flatten()[order.long()], ids.flatten().sort()[0])
+    expected = (y.view(30, 2, 48) * weights[:, :, None]).sum(1)
+    torch.testing.assert_close(experts.combine(y, weights), expected, atol=1e-6, rtol=0)
+    assert torch.equal(experts.combine(y[order.long()], weights, order), experts.combine(y, weights))
+
+
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="the library's grouped product")
+def test_experts_with_many_rows_compute_what_those_with_few_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lockstep.models.kernels import experts
+
+    module: Any = model("qwen3_moe").to(DEVICE, torch.bfloat16)
+    part = module.model.layers[0].mlp.experts
+    hidden = torch.randn(100, 64, device=DEVICE, dtype=torch.bfloat16)
+    ids = torch.stack([torch.randperm(8)[:2] for _ in range(100)]).to(DEVICE)
+    weights = torch.rand(100, 2, device=DEVICE, dtype=torch.bfloat16)
+    few = _experts(part, hidden, ids, weights)
+    monkeypatch.setattr(experts, "MOST_ROWS", 1)
+    many = _experts(part, hidden, ids, weights)
+    assert few.abs().max() > 0
+    torch.testing.assert_close(many, few, atol=1e-5, rtol=2e-2)
 
 
 def fields(batch: SamplingBatch) -> dict[str, object]:

@@ -127,7 +127,8 @@ def test_experts_and_draws(compiled: list[str]) -> None:
     y = experts.product(torch.zeros(16, 2048, dtype=BF16), weight, order, offsets, 8, gather=True)
     experts.product(torch.zeros(128, 2048, dtype=BF16), weight, order, offsets, 8, gather=False)
     experts.combine(y, torch.zeros(16, 8))
-    draw(torch.zeros(16, 151_936, dtype=BF16), torch.ones(16), torch.zeros(16, dtype=torch.bool), torch.zeros(16))
+    logits, greedy = torch.zeros(16, 151_936, dtype=BF16), torch.zeros(16, dtype=torch.bool)
+    draw(logits, torch.ones(16), greedy, numbers(16), numbers(16))
     assert {"_count", "_place", "_product", "_combine", "_survey", "_pick"} <= set(compiled)
 
 

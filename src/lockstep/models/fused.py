@@ -200,19 +200,25 @@ def _mlp(self: Any, gate_up: Product, down_code: InputCode | None, x: Rows) -> T
 
 
 def _experts(self: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """Few rows for each expert: our kernels, which can be captured. Many, as in prefill: the library's."""
+    """Few rows for each expert: our products, which copy no row. Many, as in prefill: the library's, on sorted rows."""
     from lockstep.models.kernels import experts
-    from lockstep.models.kernels.pointwise import gated_silu
 
     num_experts, top_k = len(self.gate_up_proj), top_k_index.shape[1]
-    if top_k_index.numel() > experts.MOST_ROWS * num_experts and hidden.dtype == torch.bfloat16:
-        return ALL_EXPERTS_FUNCTIONS["grouped_mm"](self, hidden, top_k_index, top_k_weights)
     order, offsets = experts.group(top_k_index, num_experts)
+    if top_k_index.numel() > experts.MOST_ROWS * num_experts and hidden.dtype == torch.bfloat16:
+        up = F.grouped_mm(hidden[order // top_k], self.gate_up_proj.mT, offs=offsets[1:])
+        down = F.grouped_mm(_gate(self, up), self.down_proj.mT, offs=offsets[1:])
+        return experts.combine(down, top_k_weights, order)
     up = experts.product(hidden, self.gate_up_proj, order, offsets, top_k, gather=True)
-    plain = type(self.act_fn).__name__ in SILU and self._apply_gate.__name__ == "_default_apply_gate"
-    gated = gated_silu(up) if plain else self._apply_gate(up)
-    down = experts.product(gated, self.down_proj, order, offsets, top_k, gather=False)
+    down = experts.product(_gate(self, up), self.down_proj, order, offsets, top_k, gather=False)
     return experts.combine(down, top_k_weights)
+
+
+def _gate(self: Any, up: Tensor) -> Tensor:
+    from lockstep.models.kernels.pointwise import gated_silu
+
+    plain = type(self.act_fn).__name__ in SILU and self._apply_gate.__name__ == "_default_apply_gate"
+    return gated_silu(up) if plain else self._apply_gate(up)
 
 
 def _norm(self: Any, x: Tensor | Sum) -> Rows:

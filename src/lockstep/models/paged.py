@@ -52,6 +52,11 @@ class Segment:
     shared: Shared | None = None  # of single queries; None: everyone reads its own pages
 
     @cached_property
+    def lengths(self) -> Tensor:
+        """[B] keys that each sequence's first query sees."""
+        return self.start + 1
+
+    @cached_property
     def positions(self) -> Tensor:
         """[B, Q] of each query; padding repeats the last."""
         return self.start[:, None] + self._offsets
@@ -146,7 +151,7 @@ def _attend_fused(query: Tensor, cache: Pages, segment: Segment, scaling: float,
     query = query.contiguous()
     if segment.count is None:
         shared = segment.shared if window is None else None  # what is shared may have left a window
-        return attention.decode(query, cache, segment.pages, segment.start + 1, scaling, window, shared)
+        return attention.decode(query, cache, segment.pages, segment.lengths, scaling, window, shared)
     return attention.prefill(
         query, cache, segment.pages, segment.start, segment.count, segment.longest, scaling, window
     )

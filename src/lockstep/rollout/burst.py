@@ -191,6 +191,10 @@ class Burst:
 
 
 def batch_sizes(largest: int) -> list[int]:
-    """1, 2, 4, 8 and then steps of at most a half: few to capture, little padding."""
-    sizes = [size for power in range(3, 20) for size in (2**power, 3 * 2 ** (power - 1))]
-    return [size for size in (1, 2, 4, *sizes) if size < largest] + [largest]
+    """1, 2, 4, then steps of at most a half and, where rows cost more than launches, a quarter: few to capture, little
+    padding."""
+    sizes = [1, 2, 4]
+    for power in range(3, 20):
+        parts = 2 if 2**power < 128 else 4
+        sizes += [2**power + part * 2**power // parts for part in range(parts)]
+    return [size for size in sizes if size < largest] + [largest]

@@ -18,7 +18,9 @@ from torch import Tensor
 PIECE = 2048
 
 
-def draw(logits_BV: Tensor, temperature_B: Tensor, greedy_B: Tensor, uniform_B: Tensor) -> tuple[Tensor, Tensor]:
+def draw(
+    logits_BV: Tensor, temperature_B: Tensor, greedy_B: Tensor, seed_B: Tensor, position_B: Tensor
+) -> tuple[Tensor, Tensor]:
     """(token, log-prob) of each row; greedy rows take the first largest logit."""
     logits_BV = logits_BV.contiguous()
     batch, vocab = logits_BV.shape
@@ -29,10 +31,28 @@ def draw(logits_BV: Tensor, temperature_B: Tensor, greedy_B: Tensor, uniform_B: 
     logp = logits_BV.new_empty(batch, dtype=torch.float32)
     _survey[batch, pieces](logits_BV, temperature_B, top, mass, best, vocab, pieces, PIECE=PIECE, num_warps=4)
     _pick[(batch,)](
-        logits_BV, temperature_B, greedy_B, uniform_B, top, mass, best, tokens, logp, vocab, pieces,
-        PIECE=PIECE, PIECES=triton.next_power_of_2(pieces), num_warps=4,
+        logits_BV, temperature_B, greedy_B, seed_B.contiguous(), position_B, top, mass, best, tokens, logp,
+        vocab, pieces, PIECE=PIECE, PIECES=triton.next_power_of_2(pieces), num_warps=4,
     )  # fmt: skip
     return tokens, logp
+
+
+GOLDEN, FIRST, SECOND = (tl.constexpr(x) for x in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+
+
+@triton.jit
+def _uniform(seed, position):
+    """`sampler.uniform`."""
+    mixed = _mix(_mix(seed.to(tl.uint64)) + position.to(tl.uint64) * GOLDEN)
+    return (mixed >> 11).to(tl.float64) * 2.0**-53
+
+
+@triton.jit
+def _mix(z):
+    z = z + GOLDEN
+    z = (z ^ (z >> 30)) * FIRST
+    z = (z ^ (z >> 27)) * SECOND
+    return z ^ (z >> 31)
 
 
 @triton.jit
@@ -56,8 +76,8 @@ def _survey(logits_ptr, temperature_ptr, top_ptr, mass_ptr, best_ptr, vocab, pie
 
 @triton.jit
 def _pick(
-    logits_ptr, temperature_ptr, greedy_ptr, uniform_ptr, top_ptr, mass_ptr, best_ptr, tokens_ptr, logp_ptr, vocab,
-    pieces, PIECE: tl.constexpr, PIECES: tl.constexpr,
+    logits_ptr, temperature_ptr, greedy_ptr, seed_ptr, position_ptr, top_ptr, mass_ptr, best_ptr, tokens_ptr,
+    logp_ptr, vocab, pieces, PIECE: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
     row, p = tl.program_id(0).to(tl.int64), tl.arange(0, PIECES)
     tops = tl.load(top_ptr + row * pieces + p, mask=p < pieces, other=float("-inf"))
@@ -66,7 +86,7 @@ def _pick(
     masses = tl.where(masses > 0, masses * tl.exp(tops - top).to(tl.float64), 0.0)
     below = tl.cumsum(masses, 0)
     total = tl.sum(masses, 0)
-    target = tl.load(uniform_ptr + row) * total
+    target = _uniform(tl.load(seed_ptr + row), tl.load(position_ptr + row)) * total
     last = tl.max(tl.where(masses > 0, p, 0), 0)
     piece = tl.minimum(tl.sum((below <= target).to(tl.int32), 0), last)
     rest = (target - tl.sum(tl.where(p < piece, masses, 0.0), 0)).to(tl.float32)

@@ -87,7 +87,7 @@ def sample(logits_BV: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor]:
     if kernels.available(logits_BV.device):
         from lockstep.rollout.kernels import draw
 
-        return draw(logits_BV, temperature, batch.greedy, uniform(batch.seed, batch.position))
+        return draw(logits_BV, temperature, batch.greedy, batch.seed, batch.position)
     logp_BV = (logits_BV.float() / temperature[:, None]).log_softmax(-1)
     tokens = _invert(logp_BV.exp(), uniform(batch.seed, batch.position))
     if batch.any_greedy:

@@ -13,6 +13,7 @@ Shapes: B sequences, N tokens, H key/value heads, G queries per key/value head, 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -22,8 +23,22 @@ from torch import Tensor
 
 from lockstep.models.kv import Pages
 from lockstep.models.paged import MEMBERS, Shared
+from lockstep.quant.kernels.triton_tiles import DEPENDENT, await_inputs, let_next_start
 
 LOG2E = 1.4426950408889634
+MOST_SPLITS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """How decode steps are compiled: a program reads `keys` keys and values at a time, `stages` such blocks ahead."""
+
+    keys: int
+    warps: int
+    stages: int
+
+
+FEW, MANY = Tile(64, 4, 2), Tile(32, 2, 4)  # programs: fewer than four a multiprocessor, and more. Found on an H200
 
 
 def decode(
@@ -43,17 +58,18 @@ def decode(
     splits, common = num_splits(batch * heads, processors), 0
     if shared is not None:
         common = num_splits(triton.cdiv(batch, MEMBERS) * heads, processors)
-    partial = out
-    if splits + common > 1:
-        partial = query_BHD.new_empty(splits + common, batch, num_queries, size + 2, dtype=torch.float32)
-    _decode[batch, heads, splits + common](
+    pieces, tile = splits + common, FEW if batch * heads < 4 * processors else MANY
+    partial = out if pieces == 1 else query_BHD.new_empty(pieces, batch, num_queries, size + 2, dtype=torch.float32)
+    _decode[batch, heads, pieces](
         query_BHD, *cache, pages_BP, lengths_B, *(shared or (None,) * 4), partial, scale * LOG2E, pages_BP.stride(0),
-        H=heads, G=group, D=size, S=page_size, BLOCK_N=64, SPLITS=splits, COMMON=common, MEMBERS=MEMBERS,
-        WINDOW=window or 0, PRECISION=_precision(query_BHD), num_warps=4, num_stages=3,
+        splits, common, H=heads, G=group, D=size, S=page_size, BLOCK_N=tile.keys, WHOLE=pieces == 1, MEMBERS=MEMBERS,
+        WINDOW=window or 0, PRECISION=_precision(query_BHD), DEPENDENT=DEPENDENT, launch_pdl=DEPENDENT,
+        num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
-    if splits + common > 1:
-        padded = triton.next_power_of_2(splits + common)
-        _combine[batch, num_queries](partial, out, D=size, PIECES=splits + common, PADDED=padded, num_warps=1)
+    if pieces > 1:
+        _combine[batch, num_queries](
+            partial, out, pieces, D=size, MOST=2 * MOST_SPLITS, DEPENDENT=DEPENDENT, launch_pdl=DEPENDENT, num_warps=1
+        )
     return out
 
 
@@ -83,8 +99,8 @@ def prefill(
 
 
 def num_splits(programs: int, processors: int) -> int:
-    """Into how many pieces keys are cut so that a small batch still fills the device: a power of two, at most 32."""
-    return min(32, triton.next_power_of_2(max(1, 4 * processors // programs)))
+    """Into how many pieces keys are cut so that a small batch still fills the device: a power of two."""
+    return min(MOST_SPLITS, triton.next_power_of_2(max(1, 4 * processors // programs)))
 
 
 @cache
@@ -102,33 +118,35 @@ def _rows(queries: int) -> int:
     return max(16, triton.next_power_of_2(queries))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["page_stride", "splits", "common"])
 def _decode(
     q_ptr, k_ptr, v_ptr, ks_ptr, vs_ptr, pages_ptr, lengths_ptr, first_ptr, members_ptr, tokens_ptr, before_ptr,
-    out_ptr, scale, page_stride,
-    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, S: tl.constexpr, BLOCK_N: tl.constexpr,
-    SPLITS: tl.constexpr, COMMON: tl.constexpr, MEMBERS: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
+    out_ptr, scale, page_stride, splits, common,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, S: tl.constexpr, BLOCK_N: tl.constexpr, WHOLE: tl.constexpr,
+    MEMBERS: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """The first SPLITS pieces are of a sequence's own keys, the COMMON ones after them of what its group shares."""
+    """The first `splits` pieces are of a sequence's own keys, the `common` ones after them of what its group shares."""
+    let_next_start(DEPENDENT)
+    await_inputs(DEPENDENT)
     b, h, piece = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
-    if piece < SPLITS:
+    if piece < splits:
         length = tl.load(lengths_ptr + b).to(tl.int32)
-        begin = tl.load(before_ptr + b).to(tl.int32) if COMMON else 0
-        share = tl.cdiv(tl.cdiv(length - begin, BLOCK_N), SPLITS) * BLOCK_N
+        begin = tl.load(before_ptr + b).to(tl.int32) if before_ptr is not None else 0
+        share = tl.cdiv(tl.cdiv(length - begin, BLOCK_N), splits) * BLOCK_N
         low, high, visible = begin + piece * share, tl.minimum(length, begin + (piece + 1) * share), 0
         if WINDOW:
             visible = tl.maximum(length - WINDOW, 0)
             low = tl.maximum(low, visible // BLOCK_N * BLOCK_N)
         _decode_piece(
             q_ptr, k_ptr, v_ptr, ks_ptr, vs_ptr, pages_ptr + b * page_stride, out_ptr, scale, b, 1, h, low, high,
-            visible, piece, H, G, D, S, BLOCK_N, 1, SPLITS + COMMON == 1, PRECISION,
+            visible, piece, H, G, D, S, BLOCK_N, 1, WHOLE, PRECISION,
         )  # fmt: skip
-    elif COMMON:
+    elif members_ptr is not None:
         members = tl.load(members_ptr + b).to(tl.int32)
         if members > 0:
             first, tokens = tl.load(first_ptr + b), tl.load(tokens_ptr + b).to(tl.int32)
-            share = tl.cdiv(tl.cdiv(tokens, BLOCK_N), COMMON) * BLOCK_N
-            low, high = (piece - SPLITS) * share, tl.minimum(tokens, (piece - SPLITS + 1) * share)
+            share = tl.cdiv(tl.cdiv(tokens, BLOCK_N), common) * BLOCK_N
+            low, high = (piece - splits) * share, tl.minimum(tokens, (piece - splits + 1) * share)
             _decode_piece(
                 q_ptr, k_ptr, v_ptr, ks_ptr, vs_ptr, pages_ptr + first * page_stride, out_ptr, scale, first, members,
                 h, low, high, 0, piece, H, G, D, S, BLOCK_N, MEMBERS, False, PRECISION,
@@ -164,7 +182,8 @@ def _decode_piece(
         tl.store(out_ptr + query_rows[:, None] * D + d, acc.to(out_ptr.dtype.element_ty), mask=mine[:, None])
     else:
         rows = (piece.to(tl.int64) * tl.num_programs(0) * H * G + query_rows) * (D + 2)
-        tl.store(out_ptr + rows[:, None] + d, acc, mask=mine[:, None])
+        if low < high:  # of an empty piece nobody reads the sum
+            tl.store(out_ptr + rows[:, None] + d, acc, mask=mine[:, None])
         tl.store(out_ptr + rows + D, top, mask=mine)
         tl.store(out_ptr + rows + D + 1, mass, mask=mine)
 
@@ -192,21 +211,29 @@ def _add_block(
     return larger, mass, acc
 
 
-@triton.jit
-def _combine(partial_ptr, out_ptr, D: tl.constexpr, PIECES: tl.constexpr, PADDED: tl.constexpr):
+@triton.jit(do_not_specialize=["pieces"])
+def _combine(partial_ptr, out_ptr, pieces, D: tl.constexpr, MOST: tl.constexpr, DEPENDENT: tl.constexpr):
     """Sums the pieces of one query: each has its own largest score (in powers of two) and mass."""
+    let_next_start(DEPENDENT)
+    await_inputs(DEPENDENT)
+    stride = tl.num_programs(0).to(tl.int64) * tl.num_programs(1) * (D + 2)
+    first = partial_ptr + (tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * (D + 2)
+    s, d = tl.arange(0, MOST), tl.arange(0, D)
+    tops = tl.load(first + s * stride + D, mask=s < pieces, other=float("-inf"))
+    top = tl.max(tops, 0)
+    masses = tl.load(first + s * stride + D + 1, mask=s < pieces, other=0.0)
+    mass = tl.sum(tl.exp2(tops - top) * masses, 0)
+    acc = tl.zeros([D], tl.float32)
+    for piece in range(pieces):
+        weight = tl.exp2(tl.load(first + piece * stride + D) - top)
+        acc += weight * tl.load(first + piece * stride + d, mask=d < tl.where(weight > 0, D, 0), other=0.0)
     row = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
-    s, d = tl.arange(0, PADDED), tl.arange(0, D)
-    pieces = (s.to(tl.int64) * tl.num_programs(0) * tl.num_programs(1) + row) * (D + 2)
-    top = tl.load(partial_ptr + pieces + D, mask=s < PIECES, other=float("-inf"))
-    weight = tl.exp2(top - tl.max(top, 0))
-    mass = tl.sum(weight * tl.load(partial_ptr + pieces + D + 1, mask=s < PIECES, other=0.0), 0)
-    piece = tl.load(partial_ptr + pieces[:, None] + d, mask=(s < PIECES)[:, None], other=0.0)
-    acc = tl.sum(weight[:, None] * piece, 0)
     tl.store(out_ptr + row * D + d, (acc / mass).to(out_ptr.dtype.element_ty))
 
 
-@triton.jit
+@triton.jit(  # a step's sequences lie anywhere among those of its other segment: nothing is compiled anew for that
+    do_not_specialize=["page_stride"], do_not_specialize_on_alignment=["pages_ptr", "start_ptr", "count_ptr"]
+)
 def _prefill(
     q_ptr, k_ptr, v_ptr, ks_ptr, vs_ptr, pages_ptr, first_ptr, start_ptr, count_ptr, out_ptr, scale, page_stride,
     HQ: tl.constexpr, H: tl.constexpr, D: tl.constexpr, S: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,

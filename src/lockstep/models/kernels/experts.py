@@ -46,18 +46,22 @@ def product(x: Tensor, weight_EOI: Tensor, order: Tensor, offsets: Tensor, top_k
     return y
 
 
-def combine(y: Tensor, weights_Nk: Tensor) -> Tensor:
-    """Σ_k weight_k · y_k, summed in float32: [N, O] of [N*k, O]."""
+def combine(y: Tensor, weights_Nk: Tensor, order: Tensor | None = None) -> Tensor:
+    """Σ_k weight_k · y_k, summed in float32: [N, O] of [N*k, O], which lie by token, or in `order`."""
     num_tokens, top_k = weights_Nk.shape
     outputs = y.shape[1]
     out = y.new_empty(num_tokens, outputs)
+    place = None
+    if order is not None:
+        place = torch.empty_like(order)
+        place[order] = torch.arange(len(order), dtype=order.dtype, device=order.device)
     _combine[num_tokens, triton.cdiv(outputs, 1024)](
-        y, weights_Nk.contiguous(), out, outputs, K=top_k, BLOCK=1024, num_warps=4
+        y, weights_Nk.contiguous(), place, out, outputs, K=top_k, BLOCK=1024, num_warps=4
     )
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _count(ids_ptr, offsets_ptr, num_rows, BLOCK: tl.constexpr):
     expert, count = tl.program_id(0), 0
     for first in range(0, num_rows, BLOCK):
@@ -66,7 +70,7 @@ def _count(ids_ptr, offsets_ptr, num_rows, BLOCK: tl.constexpr):
     tl.store(offsets_ptr + expert + 1, count)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _place(ids_ptr, offsets_ptr, order_ptr, num_rows, BLOCK: tl.constexpr):
     expert = tl.program_id(0)
     place = tl.load(offsets_ptr + expert)
@@ -111,10 +115,13 @@ def _product(
 
 
 @triton.jit
-def _combine(y_ptr, weights_ptr, out_ptr, outputs, K: tl.constexpr, BLOCK: tl.constexpr):
+def _combine(y_ptr, weights_ptr, place_ptr, out_ptr, outputs, K: tl.constexpr, BLOCK: tl.constexpr):
     token, n = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     acc = tl.zeros([BLOCK], tl.float32)
     for k in tl.static_range(K):
-        y = tl.load(y_ptr + (token * K + k) * outputs + n, mask=n < outputs, other=0.0).to(tl.float32)
-        acc += y * tl.load(weights_ptr + token * K + k).to(tl.float32)
+        row = token * K + k
+        weight = tl.load(weights_ptr + row).to(tl.float32)
+        if place_ptr is not None:
+            row = tl.load(place_ptr + row).to(tl.int64)
+        acc += tl.load(y_ptr + row * outputs + n, mask=n < outputs, other=0.0).to(tl.float32) * weight
     tl.store(out_ptr + token * outputs + n, acc.to(out_ptr.dtype.element_ty), mask=n < outputs)

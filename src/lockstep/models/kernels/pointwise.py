@@ -109,10 +109,11 @@ def rotate_and_store(
     num_queries = width // size - 2 * heads
     query = qkv_N.new_empty(num_tokens, num_queries, size)
     query_norm, key_norm = norms if norms is not None else (qkv_N, qkv_N)
-    _rotate_and_store[(num_tokens,)](
+    group = num_queries // heads
+    _rotate_and_store[num_tokens, heads](
         qkv_N, query_norm, key_norm, cos, sin, slots_N, query, *cache, eps, qkv_N.stride(0),
-        HQ=num_queries, HQP=triton.next_power_of_2(num_queries), H=heads, HP=triton.next_power_of_2(heads), D=size,
-        NORM=norms is not None, num_warps=4,
+        H=heads, G=group, GP=triton.next_power_of_2(group), D=size, NORM=norms is not None,
+        DEPENDENT=DEPENDENT, launch_pdl=DEPENDENT, num_warps=1,
     )  # fmt: skip
     return query
 
@@ -192,34 +193,36 @@ def _rotated(
 def _rotate_and_store(
     qkv_ptr, query_norm_ptr, key_norm_ptr, cos_ptr, sin_ptr, slots_ptr, query_ptr, keys_ptr, values_ptr,
     key_scales_ptr, value_scales_ptr, eps, stride,
-    HQ: tl.constexpr, HQP: tl.constexpr, H: tl.constexpr, HP: tl.constexpr, D: tl.constexpr, NORM: tl.constexpr,
+    H: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, NORM: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    token = tl.program_id(0).to(tl.int64)
+    """A token's key and value of one head, and the queries that read them."""
+    let_next_start(DEPENDENT)
+    await_inputs(DEPENDENT)
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     kind: tl.constexpr = query_ptr.dtype.element_ty
-    d = tl.arange(0, D)
+    d, g, one = tl.arange(0, D), tl.arange(0, GP), tl.arange(0, 1)
     other = (d + D // 2) % D
     sign = tl.where(d < D // 2, -1.0, 1.0)
     cos = tl.load(cos_ptr + token * D + d).to(tl.float32)
     sin = tl.load(sin_ptr + token * D + d).to(tl.float32)
     row = qkv_ptr + token * stride
-    hq, h = tl.arange(0, HQP), tl.arange(0, HP)
 
-    q = _rotated(row, query_norm_ptr, cos, sin, sign, hq, d, other, eps, kind, HQ, D, NORM)
-    tl.store(query_ptr + (token * HQ + hq[:, None]) * D + d, q, mask=(hq < HQ)[:, None])
-    slot = tl.load(slots_ptr + token).to(tl.int64) * H
-    k = _rotated(row + HQ * D, key_norm_ptr, cos, sin, sign, h, d, other, eps, kind, H, D, NORM)
-    _store(keys_ptr, key_scales_ptr, slot, k, h, d, H, D)
-    v = tl.load(row + (HQ + H) * D + h[:, None] * D + d, mask=(h < H)[:, None], other=0.0)
-    _store(values_ptr, value_scales_ptr, slot, v, h, d, H, D)
+    q = _rotated(row + head * G * D, query_norm_ptr, cos, sin, sign, g, d, other, eps, kind, G, D, NORM)
+    tl.store(query_ptr + ((token * H + head) * G + g[:, None]) * D + d, q, mask=(g < G)[:, None])
+    slot = tl.load(slots_ptr + token).to(tl.int64) * H + head
+    k = _rotated(row + (H * G + head) * D, key_norm_ptr, cos, sin, sign, one, d, other, eps, kind, 1, D, NORM)
+    _store(keys_ptr, key_scales_ptr, slot, k, one, d, D)
+    v = tl.load(row + (H * G + H + head) * D + one[:, None] * D + d)
+    _store(values_ptr, value_scales_ptr, slot, v, one, d, D)
 
 
 @triton.jit
-def _store(memory_ptr, scales_ptr, slot, vectors, h, d, H: tl.constexpr, D: tl.constexpr):
-    """Heads [H, D] of one token, encoded if the memory has scales: `Pages.store`."""
+def _store(memory_ptr, scales_ptr, slot, vector, one, d, D: tl.constexpr):
+    """A head [1, D] of one token, encoded if the memory has scales: `Pages.store`."""
     if scales_ptr is not None:
-        vectors = vectors.to(tl.float32)
-        largest = tl.max(tl.abs(vectors), 1)
+        vector = vector.to(tl.float32)
+        largest = tl.max(tl.abs(vector), 1)
         scale = tl.where(largest > 0, largest / LARGEST, 1.0)
-        tl.store(scales_ptr + slot + h, scale, mask=h < H)
-        vectors = vectors / scale[:, None]
-    tl.store(memory_ptr + (slot + h[:, None]) * D + d, vectors.to(memory_ptr.dtype.element_ty), mask=(h < H)[:, None])
+        tl.store(scales_ptr + slot + one, scale)
+        vector = vector / scale[:, None]
+    tl.store(memory_ptr + (slot + one[:, None]) * D + d, vector.to(memory_ptr.dtype.element_ty))
