@@ -1,7 +1,7 @@
 """Sampling from large vocabularies in Triton: the logits are read once and never sorted, written or made float32.
 
 First every piece of a row's vocabulary reports its largest logit and its mass; then the piece that the uniform number
-falls into is searched. The same inversion of the cumulative distribution as `sampler.sample`; the masses of pieces add
+falls into, or the largest logit, is searched. The same inversion of the cumulative distribution as `sampler.sample`; the masses of pieces add
 up in float64, those within a piece in float32, so a draw can differ from the torch code's where u lands within 1e-7 of
 a token's bound.
 """
@@ -15,7 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-PIECE = 2048
+from lockstep.quant.kernels.triton_tiles import DEPENDENT, await_inputs, let_next_start
+
+PIECE = 4096
 
 
 def draw(
@@ -26,13 +28,15 @@ def draw(
     batch, vocab = logits_BV.shape
     pieces = triton.cdiv(vocab, PIECE)
     top, mass = logits_BV.new_empty(2, batch, pieces, dtype=torch.float32)
-    best = logits_BV.new_empty(batch, pieces, dtype=torch.int32)
     tokens = logits_BV.new_empty(batch, dtype=torch.int64)
     logp = logits_BV.new_empty(batch, dtype=torch.float32)
-    _survey[batch, pieces](logits_BV, temperature_B, top, mass, best, vocab, pieces, PIECE=PIECE, num_warps=4)
+    _survey[batch, pieces](
+        logits_BV, temperature_B, top, mass, vocab, pieces, PIECE=PIECE, DEPENDENT=DEPENDENT, launch_pdl=DEPENDENT,
+        num_warps=4,
+    )  # fmt: skip
     _pick[(batch,)](
-        logits_BV, temperature_B, greedy_B, seed_B.contiguous(), position_B, top, mass, best, tokens, logp,
-        vocab, pieces, PIECE=PIECE, PIECES=triton.next_power_of_2(pieces), num_warps=4,
+        logits_BV, temperature_B, greedy_B, seed_B.contiguous(), position_B, top, mass, tokens, logp, vocab, pieces,
+        PIECE=PIECE, PIECES=triton.next_power_of_2(pieces), DEPENDENT=DEPENDENT, launch_pdl=DEPENDENT, num_warps=4,
     )  # fmt: skip
     return tokens, logp
 
@@ -63,7 +67,11 @@ def _logits(logits_ptr, temperature_ptr, row, place, vocab):
 
 
 @triton.jit
-def _survey(logits_ptr, temperature_ptr, top_ptr, mass_ptr, best_ptr, vocab, pieces, PIECE: tl.constexpr):
+def _survey(
+    logits_ptr, temperature_ptr, top_ptr, mass_ptr, vocab, pieces, PIECE: tl.constexpr, DEPENDENT: tl.constexpr
+):  # fmt: skip
+    let_next_start(DEPENDENT)
+    await_inputs(DEPENDENT)
     row, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
     place = piece * PIECE + tl.arange(0, PIECE)
     x = _logits(logits_ptr, temperature_ptr, row, place, vocab)
@@ -71,14 +79,15 @@ def _survey(logits_ptr, temperature_ptr, top_ptr, mass_ptr, best_ptr, vocab, pie
     shift = tl.where(top == float("-inf"), 0.0, top)
     tl.store(top_ptr + row * pieces + piece, top)
     tl.store(mass_ptr + row * pieces + piece, tl.sum(tl.exp(x - shift), 0))
-    tl.store(best_ptr + row * pieces + piece, piece * PIECE + tl.argmax(x, 0).to(tl.int32))
 
 
 @triton.jit
 def _pick(
-    logits_ptr, temperature_ptr, greedy_ptr, seed_ptr, position_ptr, top_ptr, mass_ptr, best_ptr, tokens_ptr,
-    logp_ptr, vocab, pieces, PIECE: tl.constexpr, PIECES: tl.constexpr,
+    logits_ptr, temperature_ptr, greedy_ptr, seed_ptr, position_ptr, top_ptr, mass_ptr, tokens_ptr, logp_ptr,
+    vocab, pieces, PIECE: tl.constexpr, PIECES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
+    let_next_start(DEPENDENT)
+    await_inputs(DEPENDENT)
     row, p = tl.program_id(0).to(tl.int64), tl.arange(0, PIECES)
     tops = tl.load(top_ptr + row * pieces + p, mask=p < pieces, other=float("-inf"))
     top = tl.max(tops, 0)
@@ -91,13 +100,14 @@ def _pick(
     piece = tl.minimum(tl.sum((below <= target).to(tl.int32), 0), last)
     rest = (target - tl.sum(tl.where(p < piece, masses, 0.0), 0)).to(tl.float32)
 
+    greedy = tl.load(greedy_ptr + row) != 0
+    piece = tl.where(greedy, tl.argmax(tops, 0), piece)
     place = piece * PIECE + tl.arange(0, PIECE)
-    weight = tl.exp(_logits(logits_ptr, temperature_ptr, row, place, vocab) - top)
+    x = _logits(logits_ptr, temperature_ptr, row, place, vocab)
+    weight = tl.exp(x - top)
     before = tl.sum((tl.cumsum(weight, 0) <= rest).to(tl.int32), 0)
-    token = tl.minimum(piece * PIECE + before, tl.max(tl.where(weight > 0, place, 0), 0))
-    chosen = tl.argmax(tops, 0)
-    greedy = tl.sum(tl.where(p == chosen, tl.load(best_ptr + row * pieces + p, mask=p < pieces, other=0), 0), 0)
-    token = tl.where(tl.load(greedy_ptr + row) != 0, greedy, token)
+    drawn = tl.minimum(piece * PIECE + before, tl.max(tl.where(weight > 0, place, 0), 0))
+    token = tl.where(greedy, tl.min(tl.where(x == top, place, vocab - 1), 0), drawn)
     logit = tl.load(logits_ptr + row * vocab + token).to(tl.float32) / tl.load(temperature_ptr + row)
     tl.store(tokens_ptr + row, token.to(tl.int64))
     tl.store(logp_ptr + row, logit - top - tl.log(total).to(tl.float32))
