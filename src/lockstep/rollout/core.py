@@ -133,9 +133,9 @@ class EngineCore:
         return None
 
     def add(self, requests: Seq[Request]) -> None:
-        """On a GPU those expected to take longest first; among equals, and over calls, the order they came in."""
+        """On a GPU the prompts first whose answers are expected to take longest."""
         if self.lengths is not None:
-            requests = sorted(requests, key=self.lengths.expected, reverse=True)
+            requests = self.lengths.longest_first(requests)
         for request in requests:
             self.scheduler.add([Sequence.of(request, self._arrivals, self.context)])
             self._arrivals += 1

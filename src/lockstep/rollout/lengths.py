@@ -4,6 +4,7 @@ to end when everything else is done."""
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable
 
 from lockstep.types import Request
 
@@ -21,6 +22,14 @@ class Lengths:
     def expected(self, request: Request) -> float:
         known = self._of_prompt.get(hash(request.tokens), self._of_all)
         return min(known, request.params.max_tokens)
+
+    def longest_first(self, requests: Iterable[Request]) -> list[Request]:
+        """Answers to one prompt side by side, where they read it together; among equals in the order they came in."""
+        of_prompt: dict[tuple[int, ...], list[Request]] = {}
+        for request in requests:
+            of_prompt.setdefault(request.tokens, []).append(request)
+        groups = sorted(of_prompt.values(), key=lambda group: max(map(self.expected, group)), reverse=True)
+        return [request for group in groups for request in group]
 
     def saw(self, request: Request, num_tokens: int) -> None:
         prompt = hash(request.tokens)

@@ -23,6 +23,6 @@ def test_longest_expected_start_first_and_siblings_stay_together() -> None:
     core = engine_core(small(), max_seqs=2)
     core.lengths = Lengths()
     finish(core, [ask("b", prompt(9, 2), 30), ask("a", prompt(9, 1), 3)])
-    core.add([ask(f"{name}{i}", prompt(9, seed), 30) for name, seed in (("a", 1), ("b", 2)) for i in range(2)])
+    core.add([ask(f"{name}{i}", prompt(9, seed), 30 - 25 * i) for i in range(2) for name, seed in (("a", 1), ("b", 2))])
     core.add([ask("c", prompt(9, 2), 30)])
     assert [seq.request.uid for seq in core.scheduler.waiting] == ["b0", "b1", "a0", "a1", "c"]
