@@ -1,9 +1,9 @@
 """Sampling from large vocabularies in Triton: the logits are read once and never sorted, written or made float32.
 
 First every piece of a row's vocabulary reports its largest logit and its mass; then the piece that the uniform number
-falls into, or the largest logit, is searched. The same inversion of the cumulative distribution as `sampler.sample`; the masses of pieces add
-up in float64, those within a piece in float32, so a draw can differ from the torch code's where u lands within 1e-7 of
-a token's bound.
+falls into, or the largest logit, is searched. The same inversion of the cumulative distribution as `sampler.sample`;
+the masses of pieces add up in float64, those within a piece in float32, so a draw can differ from the torch code's
+where u lands within 1e-7 of a token's bound.
 """
 
 # pyright: reportMissingImports=false, reportIndexIssue=false

@@ -125,15 +125,17 @@ def _decode(
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, S: tl.constexpr, BLOCK_N: tl.constexpr, WHOLE: tl.constexpr,
     MEMBERS: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """The first `splits` pieces are of a sequence's own keys, the `common` ones after them of what its group shares."""
+    """The first `common` pieces are of what a group shares, longer ones as a rule; the `splits` after them of a
+    sequence's own keys."""
     let_next_start(DEPENDENT)
     await_inputs(DEPENDENT)
     b, h, piece = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
-    if piece < splits:
+    if piece >= common:
         length = tl.load(lengths_ptr + b).to(tl.int32)
         begin = tl.load(before_ptr + b).to(tl.int32) if before_ptr is not None else 0
         share = tl.cdiv(tl.cdiv(length - begin, BLOCK_N), splits) * BLOCK_N
-        low, high, visible = begin + piece * share, tl.minimum(length, begin + (piece + 1) * share), 0
+        low, visible = begin + (piece - common) * share, 0
+        high = tl.minimum(length, low + share)
         if WINDOW:
             visible = tl.maximum(length - WINDOW, 0)
             low = tl.maximum(low, visible // BLOCK_N * BLOCK_N)
@@ -146,10 +148,10 @@ def _decode(
         if members > 0:
             first, tokens = tl.load(first_ptr + b), tl.load(tokens_ptr + b).to(tl.int32)
             share = tl.cdiv(tl.cdiv(tokens, BLOCK_N), common) * BLOCK_N
-            low, high = (piece - splits) * share, tl.minimum(tokens, (piece - splits + 1) * share)
+            low = piece * share
             _decode_piece(
                 q_ptr, k_ptr, v_ptr, ks_ptr, vs_ptr, pages_ptr + first * page_stride, out_ptr, scale, first, members,
-                h, low, high, 0, piece, H, G, D, S, BLOCK_N, MEMBERS, False, PRECISION,
+                h, low, tl.minimum(tokens, low + share), 0, piece, H, G, D, S, BLOCK_N, MEMBERS, False, PRECISION,
             )  # fmt: skip
 
 
