@@ -4,7 +4,20 @@ time. Found on an H200 with `python -m lockstep.cli.tune_linear`, which prints t
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from lockstep.quant.kernels.triton_tiles import Tile
+
+
+@dataclass(frozen=True, slots=True)
+class ManyTile:
+    """How a kernel of `gluon_many` is compiled: lines of a tile (they have the scales), columns, stages, band of tiles."""
+
+    lines: int
+    columns: int
+    stages: int
+    band: int
+
 
 ANY = 1 << 40
 LIBRARY_ABOVE = {"fp8": 128, "w4a16": 256}  # rows from which a library's product is faster; w4a16 decodes for it
@@ -61,6 +74,7 @@ GROUPED: dict[str, dict[int, Tile]] = {
         ANY: Tile(64, 128, 8, 3),
     },
 }
+MANY = {"fp8_block": ManyTile(256, 128, 4, 8), "w4a8": ManyTile(128, 128, 5, 16)}
 LIKE = {"fp8_block": "fp8", "w4a8_fp8": "w4a8"}  # tuned together
 
 

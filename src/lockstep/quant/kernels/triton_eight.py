@@ -141,7 +141,7 @@ def _add_group(acc, x, w, sx, sw, k, K, BLOCK_SCALED: tl.constexpr, EVEN: tl.con
         acc = tl.dot(w_group, x_group, acc, out_dtype=tl.int32)
     elif BLOCK_SCALED:
         scale = tl.load(sx + k // STEP)[None, :] * tl.load(sw + k // STEP)
-        acc += tl.dot(w_group, x_group) * scale
+        acc = tl.fma(tl.dot(w_group, x_group), scale, acc)
     else:
         acc = tl.dot(w_group, x_group, acc, max_num_imprecise_acc=STEP)
     return acc

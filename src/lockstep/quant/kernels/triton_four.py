@@ -194,10 +194,10 @@ def _multiply(acc, codes, scales, x, ASSEMBLY: tl.constexpr):
     if x.dtype == tl.int8:
         low, high = _to_int8(codes, ASSEMBLY)
         part = tl.dot(_in_order(low, high), x, out_dtype=tl.int32)
-        acc += part.to(tl.float32) * (scales * 0.0625)
+        acc = tl.fma(part.to(tl.float32), scales * 0.0625, acc)
     elif x.dtype == tl.float8e4nv:
         low, high = _to_e4m3(codes, ASSEMBLY)
-        acc += tl.dot(_in_order(low, high), x) * (scales * 512.0)
+        acc = tl.fma(tl.dot(_in_order(low, high), x), scales * 512.0, acc)
     else:
         pairs = tl.reshape(codes, (codes.shape[0], scales.shape[1], HALF // 2))
         low, high = _to_half(pairs, scales[:, :, None], x.dtype, ASSEMBLY)

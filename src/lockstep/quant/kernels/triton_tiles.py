@@ -27,7 +27,7 @@ GROUP = 128  # of K: what shares a scale in 4-bit weights and fp8 blocks, and wh
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # on a CPU: no inline assembly, no dependent launch
 _HOPPER = not torch.cuda.is_available() or torch.cuda.get_device_capability() >= (9, 0)
 DEPENDENT = _HOPPER and not INTERPRETED  # kernels are launched while their inputs are still being made, and wait
-_MULTIPROCESSORS = 132
+MULTIPROCESSORS = 132
 _FULL = 150  # tiles that keep the device busy: where there are fewer, chunks run side by side
 _ALIGNED = 2 * GROUP  # chunks start at multiples of it
 
@@ -63,7 +63,7 @@ class Plan:
 
     @property
     def stages(self) -> int:
-        lone = math.prod(self.grid) <= _MULTIPROCESSORS
+        lone = math.prod(self.grid) <= MULTIPROCESSORS
         return self.tile.lone_stages or self.tile.stages if lone else self.tile.stages
 
     @property
