@@ -158,6 +158,17 @@ def test_low_bit_products(rows: int, compiled: list[str]) -> None:
     assert compiled.count("_four_bit") == 4
 
 
+@pytest.mark.parametrize("dtype", [BF16, torch.float32])
+def test_low_bit_products_of_many_rows(dtype: torch.dtype, compiled: list[str]) -> None:
+    from lockstep.quant.kernels import triton_eight, triton_four
+
+    rows, weight = 2048, codes(1024, 4096, dtype=E4M3)
+    triton_eight.fp8_block_matmul(codes(rows, 4096, dtype=E4M3), torch.ones(rows, 32), weight, torch.ones(8, 32), dtype)
+    triton_four.w4a8_matmul(codes(rows, 4096, dtype=torch.int8), torch.ones(rows), *four_bit_weight(), dtype)
+    triton_four.w4a8_fp8_matmul(codes(rows, 4096, dtype=E4M3), torch.ones(rows), *four_bit_weight(), dtype)
+    assert compiled == ["_fp8_blocks", "_four_bits", "_four_bits"]
+
+
 @pytest.mark.parametrize("rows", [16, 256])
 def test_low_bit_products_of_experts(rows: int, compiled: list[str]) -> None:
     from lockstep.quant.kernels import triton_eight, triton_four

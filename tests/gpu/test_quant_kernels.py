@@ -87,7 +87,11 @@ def test_nan_reaches_the_scale_of_its_row_alone(quantizer: str) -> None:
 
 @pytest.mark.parametrize("operation", PRODUCTS)
 @pytest.mark.parametrize(
-    ("M", "N", "K"), [(16, 4096, 4096), (40, 1000, 4096), (300, 512, 2048), (7, 70, 1100), (0, 64, 128)]
+    ("M", "N", "K"),
+    [
+        *[(16, 4096, 4096), (40, 1000, 4096), (300, 512, 2048), (7, 70, 1100), (0, 64, 128)],
+        *[(1100, 384, 4096), (700, 1000, 1152), (513, 70, 12288), (600, 130, 1104)],
+    ],
 )
 def test_products_equal_the_reference(operation: str, M: int, N: int, K: int) -> None:
     x, weight = rows_of(operation, M, K), weight_of(operation, N, K)
@@ -161,11 +165,12 @@ def test_experts_equal_the_reference(operation: str) -> None:
 @pytest.mark.parametrize("operation", ROW_BY_ROW)
 def test_a_row_does_not_depend_on_the_others(operation: str) -> None:
     """In float32. In bfloat16 many rows of fp8 go to the library, which adds in its own order."""
-    x, weight = rows_of(operation, 700, 4096), weight_of(operation, 1024, 4096)
-    everything = fast(operation)(*x, *weight, torch.float32)
-    for a, b in [(0, 1), (7, 20), (16, 32), (100, 150), (3, 70), (0, 130)]:
-        part = fast(operation)(*(t[a:b] for t in x), *weight, torch.float32)
-        assert torch.equal(part, everything[a:b]), f"rows {a} to {b}"
+    for M, N, K in [(700, 1024, 4096), (2500, 500, 12288)]:
+        x, weight = rows_of(operation, M, K), weight_of(operation, N, K)
+        everything = fast(operation)(*x, *weight, torch.float32)
+        for a, b in [(0, 1), (7, 20), (16, 32), (100, 150), (3, 70), (0, 130), (9, 600)]:
+            part = fast(operation)(*(t[a:b] for t in x), *weight, torch.float32)
+            assert torch.equal(part, everything[a:b]), f"rows {a} to {b} of {M}"
 
 
 def test_up_to_64_rows_of_w4a16_do_not_depend_on_each_other() -> None:
@@ -211,7 +216,7 @@ def test_an_experts_row_does_not_depend_on_the_others(operation: str) -> None:
 
 
 @pytest.mark.parametrize("operation", PRODUCTS)
-@pytest.mark.parametrize("rows", [16, 64])
+@pytest.mark.parametrize("rows", [16, 64, 600])
 def test_stacked_weights_give_the_products_of_their_parts(operation: str, rows: int) -> None:
     """Also where parts are cut along K and the whole is not."""
     x, parts = rows_of(operation, rows, 12288), [weight_of(operation, N, 12288) for N in (4096, 1024, 8192)]

@@ -155,7 +155,9 @@ def _next_stage(stage, phase, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _load_tiles(line_source, column_source, lines, columns, full, empty, G, line_tiles, column_tiles, BAND: gl.constexpr):
+def _load_tiles(
+    line_source, column_source, lines, columns, full, empty, G, line_tiles, column_tiles, BAND: gl.constexpr
+):
     STAGES: gl.constexpr = columns.shape[0]
     PIECES: gl.constexpr = lines.shape[0] // STAGES
     WIDTH: gl.constexpr = lines.shape[2]  # bytes of a group

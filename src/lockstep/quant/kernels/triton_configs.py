@@ -6,21 +6,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lockstep.quant.kernels.triton_tiles import Tile
+from lockstep.quant.kernels.triton_tiles import WARP_GROUPS, Tile
+
+ANY = 1 << 40
+LIBRARY_ABOVE = {"fp8": 128, "w4a16": 256}  # rows from which a library's product is faster; w4a16 decodes for it
 
 
 @dataclass(frozen=True, slots=True)
 class ManyTile:
-    """How a kernel of `gluon_many` is compiled: lines of a tile (they have the scales), columns, stages, band of tiles."""
+    """How `gluon_many` is compiled. No field of it changes a result."""
 
-    lines: int
+    lines: int  # that have the scales: rows in fp8 blocks, outputs in w4a8
     columns: int
-    stages: int
-    band: int
+    stages: int  # steps of K loaded ahead
+    band: int  # tiles of lines that are computed side by side
 
-
-ANY = 1 << 40
-LIBRARY_ABOVE = {"fp8": 128, "w4a16": 256}  # rows from which a library's product is faster; w4a16 decodes for it
 
 # Up to so many rows → tile.
 DENSE: dict[str, dict[int, Tile]] = {
@@ -75,6 +75,7 @@ GROUPED: dict[str, dict[int, Tile]] = {
     },
 }
 MANY = {"fp8_block": ManyTile(256, 128, 4, 8), "w4a8": ManyTile(128, 128, 5, 16)}
+MANY_ABOVE = 512  # rows
 LIKE = {"fp8_block": "fp8", "w4a8_fp8": "w4a8"}  # tuned together
 
 
@@ -87,3 +88,8 @@ def tile_for(kind: str, rows: int, experts: int = 0) -> Tile:
 def max_chunks(kind: str, rows: int) -> int:
     """Into how many parts the 4-bit kernels cut K at most, for one weight. Only w4a16 looks at the number of rows."""
     return 4 if kind != "w4a16" else 6 if rows <= 64 else 2
+
+
+def many(rows: int, K: int, multiple: int) -> bool:
+    """Whether `gluon_many` takes so many rows of one weight; it loads K in pieces that have to be a `multiple`."""
+    return WARP_GROUPS and rows > MANY_ABOVE and K % multiple == 0

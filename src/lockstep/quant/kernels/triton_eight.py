@@ -12,9 +12,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lockstep.quant.kernels import cuda
-from lockstep.quant.kernels.triton_configs import LIBRARY_ABOVE, tile_for
-from lockstep.quant.kernels.triton_tiles import DEPENDENT, GROUP, Plan, await_inputs, finish, locate, make_plan
+from lockstep.quant.kernels import cuda, gluon_many
+from lockstep.quant.kernels.triton_configs import LIBRARY_ABOVE, many, tile_for
+from lockstep.quant.kernels.triton_tiles import (
+    DEPENDENT,
+    GROUP,
+    Plan,
+    await_inputs,
+    chunk_of,
+    finish,
+    locate,
+    make_plan,
+)
 
 STEP = tl.constexpr(GROUP)
 SMALLEST_CHUNK = 6144  # of K: shorter ones cost more where their sums meet than they gain
@@ -34,6 +43,8 @@ def fp8_matmul(xq: Tensor, sx: Tensor, wq: Tensor, sw: Tensor, dtype: torch.dtyp
 
 def fp8_block_matmul(xq: Tensor, sx: Tensor, wq: Tensor, sw: Tensor, dtype: torch.dtype) -> Tensor:
     """e4m3 [M, K] and [N, K], scales [M, K/128] and [N/128, K/128] rounded up, to [M, N]."""
+    if many(len(xq), xq.shape[1], multiple=16):
+        return gluon_many.fp8_block_matmul(xq, sx, wq, sw, dtype, chunk_of(xq.shape[1], xq.shape[1] // SMALLEST_CHUNK))
     return eight_bit("fp8_block", xq, sx, None, wq, sw, dtype)
 
 

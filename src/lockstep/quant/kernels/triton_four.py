@@ -18,8 +18,9 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
-from lockstep.quant.kernels.triton_configs import LIBRARY_ABOVE, max_chunks, tile_for
-from lockstep.quant.kernels.triton_tiles import GROUP, INTERPRETED, Plan, finish, locate, make_plan
+from lockstep.quant.kernels import gluon_many
+from lockstep.quant.kernels.triton_configs import LIBRARY_ABOVE, many, max_chunks, tile_for
+from lockstep.quant.kernels.triton_tiles import GROUP, INTERPRETED, Plan, chunk_of, finish, locate, make_plan
 from lockstep.quant.kernels.triton_weights import dequantize_int4
 
 STEP, HALF = tl.constexpr(GROUP), tl.constexpr(GROUP // 2)
@@ -54,12 +55,14 @@ def w4a16_matmul(x: Tensor, packed: Tensor, scales: Tensor, dtype: torch.dtype) 
 
 def w4a8_matmul(xq: Tensor, sx: Tensor, packed: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """int8 [M, K] with scales [M]; the weight as in w4a16_matmul."""
+    if many(len(xq), xq.shape[1], multiple=GROUP):
+        return gluon_many.w4a8_matmul(xq, sx, packed, scales, dtype, chunk_of(xq.shape[1], _chunks("w4a8", *xq.shape)))
     return four_bit(xq, sx, None, packed, scales, dtype)
 
 
 def w4a8_fp8_matmul(xq: Tensor, sx: Tensor, packed: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """As w4a8_matmul, over e4m3 rows."""
-    return four_bit(xq, sx, None, packed, scales, dtype)
+    return w4a8_matmul(xq, sx, packed, scales, dtype)
 
 
 def grouped_w4a16_matmul(x: Tensor, offsets: Tensor, packed: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
@@ -86,9 +89,12 @@ def four_bit(
 ) -> Tensor:
     """All of the above: the type of `x` names the arithmetic."""
     (M, K), N, experts, kind = x.shape, packed.shape[-2], 0 if offsets is None else len(packed), _KINDS[x.dtype]
-    chunks = min(max_chunks(kind, M), K // SMALLEST_CHUNK)
-    plan = make_plan(tile_for(kind, M, experts), chunks, M, N, K, experts)
+    plan = make_plan(tile_for(kind, M, experts), _chunks(kind, M, K), M, N, K, experts)
     return run(plan, x, sx, offsets, packed, scales, dtype)
+
+
+def _chunks(kind: str, M: int, K: int) -> int:
+    return min(max_chunks(kind, M), K // SMALLEST_CHUNK)
 
 
 _KINDS = {torch.bfloat16: "w4a16", torch.float16: "w4a16", torch.int8: "w4a8", torch.float8_e4m3fn: "w4a8_fp8"}

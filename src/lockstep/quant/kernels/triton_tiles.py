@@ -26,6 +26,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 GROUP = 128  # of K: what shares a scale in 4-bit weights and fp8 blocks, and what one step of a kernel's loop covers
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # on a CPU: no inline assembly, no dependent launch
 _HOPPER = not torch.cuda.is_available() or torch.cuda.get_device_capability() >= (9, 0)
+WARP_GROUPS = not INTERPRETED and (not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] == 9)
 DEPENDENT = _HOPPER and not INTERPRETED  # kernels are launched while their inputs are still being made, and wait
 MULTIPROCESSORS = 132
 _FULL = 150  # tiles that keep the device busy: where there are fewer, chunks run side by side
@@ -96,6 +97,11 @@ def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
+def chunk_of(K: int, chunks: int) -> int:
+    """Values of K in each of at most `chunks` parts, but for the last, which may have fewer."""
+    return cdiv(cdiv(K, _ALIGNED), max(1, chunks)) * _ALIGNED
+
+
 def make_plan(tile: Tile, chunks: int, M: int, N: int, K: int, experts: int = 0, exact: bool = False) -> Plan:
     """Experts have enough tiles without chunks. `exact` sums need chunks only where they run side by side."""
     tile = tile if K % (GROUP * tile.groups) == 0 else replace(tile, groups=1)
@@ -104,8 +110,8 @@ def make_plan(tile: Tile, chunks: int, M: int, N: int, K: int, experts: int = 0,
         row_tiles = min(M, experts + M // tile.rows)  # the most there can be, however rows fall: known without waiting
     output_tiles = cdiv(N, tile.outputs)
     few = row_tiles * output_tiles <= _FULL
-    chunks = 1 if experts or (exact and not few) else max(1, chunks)
-    chunk = cdiv(cdiv(K, _ALIGNED), chunks) * _ALIGNED
+    chunks = 1 if experts or (exact and not few) else chunks
+    chunk = chunk_of(K, chunks)
     chunks = cdiv(K, chunk)
     even = K % GROUP == 0
     return Plan(tile, chunks, chunk, row_tiles, output_tiles, experts, few and chunks > 1, even)
