@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import pairwise
+from itertools import pairwise, product
 
 import pytest
 import torch
@@ -215,8 +215,10 @@ def test_an_experts_row_does_not_depend_on_the_others(operation: str) -> None:
     assert torch.equal(few, everything[148:153])
 
 
-@pytest.mark.parametrize("operation", PRODUCTS)
-@pytest.mark.parametrize("rows", [16, 64, 600])
+@pytest.mark.parametrize(
+    ("operation", "rows"),
+    [*product(PRODUCTS, (16, 64)), *product(("fp8_block_matmul", "w4a8_matmul", "w4a8_fp8_matmul"), (600,))],
+)
 def test_stacked_weights_give_the_products_of_their_parts(operation: str, rows: int) -> None:
     """Also where parts are cut along K and the whole is not."""
     x, parts = rows_of(operation, rows, 12288), [weight_of(operation, N, 12288) for N in (4096, 1024, 8192)]
