@@ -104,22 +104,26 @@ def _eight_bit(
         return
     rows = first + tl.arange(0, BM)
     outputs = tl.program_id(1) * BN + tl.arange(0, BN)
-    # Out of range: any valid row or output will do, its result is not written.
-    x_rows = x + tl.minimum(rows, end - 1).to(tl.int64) * K
+    # Out of range: a row of zeros, another output's weight; what comes of them is not written. Reading a valid row in
+    # place of the zeros takes time, for all programs then ask the L2 cache for the same few lines.
+    inside = rows < end
+    x_rows = x + rows.to(tl.int64) * K
     w_rows = w + (expert * N + outputs % N) * K
     groups = tl.cdiv(K, STEP)
-    sx_rows = sx + tl.minimum(rows, end - 1).to(tl.int64) * groups
+    sx_rows = sx + tl.minimum(rows, end - 1).to(tl.int64) * groups  # in L1, unlike rows, and a mask takes registers
     sw_row = sw + (expert * tl.cdiv(N, STEP) + tl.program_id(1) * BN // STEP) * groups
     chunk = chunk_groups * STEP
     if IN_TURN:
         acc = tl.zeros((BN, BM), tl.float32)
         for start in range(0, K, chunk):
             stop = tl.minimum(start + chunk, K)
-            acc += _sum_chunk(x_rows, w_rows, sx_rows, sw_row, start, stop, K, BM, BN, STAGES, BLOCK_SCALED, EVEN)
+            acc += _sum_chunk(
+                x_rows, inside, w_rows, sx_rows, sw_row, start, stop, K, BM, BN, STAGES, BLOCK_SCALED, EVEN
+            )
     else:
         start = tl.program_id(2) * chunk
         stop = tl.minimum(start + chunk, K)
-        acc = _sum_chunk(x_rows, w_rows, sx_rows, sw_row, start, stop, K, BM, BN, STAGES, BLOCK_SCALED, EVEN)
+        acc = _sum_chunk(x_rows, inside, w_rows, sx_rows, sw_row, start, stop, K, BM, BN, STAGES, BLOCK_SCALED, EVEN)
     SCALED: tl.constexpr = "none" if BLOCK_SCALED else "both"
     sw += expert * N
     finish(acc, y, sx, sw, rows, end, outputs, N, partials, counters, chunks, BM, BN, PARALLEL, SCALED)
@@ -127,27 +131,27 @@ def _eight_bit(
 
 @triton.jit
 def _sum_chunk(
-    x, w, sx, sw, start, stop, K,
+    x, inside, w, sx, sw, start, stop, K,
     BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
     BLOCK_SCALED: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """The sum over K from start to stop, [BN, BM], group by group."""
     acc = tl.zeros((BN, BM), tl.int32 if w.dtype.element_ty == tl.int8 else tl.float32)
     for k in tl.range(start, stop, STEP, num_stages=STAGES):
-        acc = _add_group(acc, x, w, sx, sw, k, K, BLOCK_SCALED, EVEN)
+        acc = _add_group(acc, x, inside, w, sx, sw, k, K, BLOCK_SCALED, EVEN)
     return acc
 
 
 @triton.jit
-def _add_group(acc, x, w, sx, sw, k, K, BLOCK_SCALED: tl.constexpr, EVEN: tl.constexpr):
+def _add_group(acc, x, inside, w, sx, sw, k, K, BLOCK_SCALED: tl.constexpr, EVEN: tl.constexpr):
     """acc [BN, BM] plus the product over 128 values of K."""
     ks = tl.arange(0, STEP) + k
     if EVEN:
         w_group = tl.load(w[:, None] + ks[None, :])
-        x_group = tl.load(x[None, :] + ks[:, None])
+        x_group = tl.load(x[None, :] + ks[:, None], inside[None, :], 0.0)
     else:
         w_group = tl.load(w[:, None] + ks[None, :], (ks < K)[None, :], 0.0)
-        x_group = tl.load(x[None, :] + ks[:, None], (ks < K)[:, None], 0.0)
+        x_group = tl.load(x[None, :] + ks[:, None], (ks < K)[:, None] & inside[None, :], 0.0)
     if acc.dtype == tl.int32:
         acc = tl.dot(w_group, x_group, acc, out_dtype=tl.int32)
     elif BLOCK_SCALED:

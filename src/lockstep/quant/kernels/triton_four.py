@@ -131,8 +131,9 @@ def _four_bit(
         return
     rows = first + tl.arange(0, BM)
     outputs = tl.program_id(1) * BN + tl.arange(0, BN)
-    # Out of range: any valid row or output will do, its result is not written.
-    x_rows = x + tl.minimum(rows, end - 1).to(tl.int64) * K
+    # Out of range: a row of zeros, another output's weight; what comes of them is not written. Reading a valid row in
+    # place of the zeros takes time, for all programs then ask the L2 cache for the same few lines.
+    x_rows = x + rows.to(tl.int64) * K
     w_rows = w + (expert * N + outputs % N) * row_bytes
     sw_rows = sw + expert * N * tl.cdiv(K, STEP) + (outputs % N) * scale_n
     chunk = chunk_groups * STEP
@@ -141,7 +142,7 @@ def _four_bit(
     acc = tl.zeros((BN, BM), tl.float32)
     total = tl.zeros((BN, BM), tl.float32)  # in turn: of the chunks before this one
     for k in tl.range(start, stop, GROUPS * STEP, num_stages=STAGES):
-        acc = _add_step(acc, x_rows, w_rows, sw_rows, scale_k, k, K, GROUPS, EVEN, ASSEMBLY)
+        acc = _add_step(acc, x_rows, rows < end, w_rows, sw_rows, scale_k, k, K, GROUPS, EVEN, ASSEMBLY)
         # One loop over all chunks: loads for the next one are under way when this one ends.
         if IN_TURN:  # noqa: SIM102
             if (k + GROUPS * STEP) % chunk == 0:
@@ -156,19 +157,20 @@ def _four_bit(
 
 
 @triton.jit
-def _add_step(acc, x, w, sw, scale_k, k, K, GROUPS: tl.constexpr, EVEN: tl.constexpr, ASSEMBLY: tl.constexpr):
+def _add_step(acc, x, inside, w, sw, scale_k, k, K, GROUPS: tl.constexpr, EVEN: tl.constexpr, ASSEMBLY: tl.constexpr):
     """acc plus the product over some groups of K."""
     place, group = tl.arange(0, GROUPS * STEP), tl.arange(0, GROUPS)
     scales = tl.load(sw[:, None] + ((group + k // STEP) * scale_k)[None, :])
     WIDE: tl.constexpr = x.dtype.element_ty.primitive_bitwidth == 16
     if EVEN:
         codes = _load_pairs(w, k, GROUPS) if WIDE else tl.load(w[:, None] + (tl.arange(0, HALF) + k // 2)[None, :])
-        x_step = tl.load(x[None, :] + (place + k)[:, None])
+        x_step = tl.load(x[None, :] + (place + k)[:, None], inside[None, :], 0.0)
     else:
         half = tl.minimum(HALF, (K - k + 1) // 2)  # one group, which may be the last and shorter
         codes = _load_ragged_pairs(w, k, half) if WIDE else _load_ragged(w, tl.arange(0, HALF), k, half)
         ks = k + tl.where(place < HALF, place, place - HALF + half)
-        x_step = tl.load(x[None, :] + ks[:, None], ((place % HALF < half) & (ks < K))[:, None], 0.0)
+        mask = ((place % HALF < half) & (ks < K))[:, None] & inside[None, :]
+        x_step = tl.load(x[None, :] + ks[:, None], mask, 0.0)
     return _multiply(acc, codes, scales, x_step, ASSEMBLY)
 
 
