@@ -29,6 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from lockstep.quant.kernels.triton_configs import MANY, ManyTile
+from lockstep.quant.kernels.triton_decode import OPERANDS, TO_E4M3, TO_INT8
 from lockstep.quant.kernels.triton_tiles import MULTIPROCESSORS, cdiv
 
 STEP, HALF, LINES = gl.constexpr(128), gl.constexpr(64), gl.constexpr(64)
@@ -307,44 +308,9 @@ def _decode(packed, dtype: gl.constexpr, SUM: gl.constexpr):
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, SUM, k_width=4)
     codes = packed.load(OPERAND)
     if dtype == gl.int8:
-        low, high = _to_int8(codes)
+        low, high = gl.inline_asm_elementwise(TO_INT8, OPERANDS, [codes], (gl.int8, gl.int8), is_pure=True, pack=4)
     else:
-        low, high = _to_e4m3(codes)
+        low, high = gl.inline_asm_elementwise(TO_E4M3, OPERANDS, [codes], (gl.int8, gl.int8), is_pure=True, pack=4)
+        low, high = low.to(gl.float8e4nv, bitcast=True), high.to(gl.float8e4nv, bitcast=True)
     in_order = gl.reshape(gl.permute(gl.join(low, high), (0, 2, 1)), (LINES, STEP))
     return gl.convert_layout(in_order, OPERAND, assert_trivial=True)
-
-
-@gluon.jit
-def _to_int8(codes):
-    """16·code of both halves: a nibble at the top of a byte with its first bit flipped. Four at a time."""
-    return gl.inline_asm_elementwise(
-        """{
-        .reg .b32 shifted;
-        shl.b32 shifted, $2, 4;
-        lop3.b32 $0, shifted, 0xF0F0F0F0, 0x80808080, 0x6A;
-        lop3.b32 $1, $2, 0xF0F0F0F0, 0x80808080, 0x6A;
-        }""",
-        "=&r,=&r,r", [codes], dtype=(gl.int8, gl.int8), is_pure=True, pack=4,
-    )  # fmt: skip
-
-
-@gluon.jit
-def _to_e4m3(codes):
-    """code/512 of both halves: the bits of e4m3's smallest numbers are their magnitude, under a sign bit."""
-    low, high = gl.inline_asm_elementwise(
-        """{
-        .reg .b32 shifted, positive, magnitude, negative;
-        shl.b32 shifted, $2, 4;
-        prmt.b32 positive, shifted, 0, 0xBA98;
-        lop3.b32 magnitude, $2, positive, 0x07070707, 0x82;
-        lop3.b32 negative, positive, 0x81818181, 0, 0x0C;
-        add.u32 $0, magnitude, negative;
-        shr.u32 shifted, $2, 4;
-        prmt.b32 positive, $2, 0, 0xBA98;
-        lop3.b32 magnitude, shifted, positive, 0x07070707, 0x82;
-        lop3.b32 negative, positive, 0x81818181, 0, 0x0C;
-        add.u32 $1, magnitude, negative;
-        }""",
-        "=&r,=&r,r", [codes], dtype=(gl.int8, gl.int8), is_pure=True, pack=4,
-    )  # fmt: skip
-    return low.to(gl.float8e4nv, bitcast=True), high.to(gl.float8e4nv, bitcast=True)

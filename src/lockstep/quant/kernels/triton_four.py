@@ -20,6 +20,7 @@ from torch.nn import functional as F
 
 from lockstep.quant.kernels import gluon_many
 from lockstep.quant.kernels.triton_configs import LIBRARY_ABOVE, many, max_chunks, tile_for
+from lockstep.quant.kernels.triton_decode import OPERANDS, TO_E4M3, TO_INT8
 from lockstep.quant.kernels.triton_tiles import GROUP, INTERPRETED, Plan, chunk_of, finish, locate, make_plan
 from lockstep.quant.kernels.triton_weights import dequantize_int4
 
@@ -267,17 +268,9 @@ def _twice(value):
 
 @triton.jit
 def _to_int8(codes, ASSEMBLY: tl.constexpr):
-    """16·code of both halves: a nibble at the top of a byte with its first bit flipped. Four at a time."""
+    """16·code of both halves."""
     if ASSEMBLY:
-        low, high = tl.inline_asm_elementwise(
-            """{
-            .reg .b32 shifted;
-            shl.b32 shifted, $2, 4;
-            lop3.b32 $0, shifted, 0xF0F0F0F0, 0x80808080, 0x6A;
-            lop3.b32 $1, $2, 0xF0F0F0F0, 0x80808080, 0x6A;
-            }""",
-            "=&r,=&r,r", [codes], dtype=(tl.int8, tl.int8), is_pure=True, pack=4,
-        )  # fmt: skip
+        low, high = tl.inline_asm_elementwise(TO_INT8, OPERANDS, [codes], (tl.int8, tl.int8), is_pure=True, pack=4)
     else:
         low, high = ((codes << 4) ^ 0x80).to(tl.int8, bitcast=True), ((codes & 0xF0) ^ 0x80).to(tl.int8, bitcast=True)
     return low, high
@@ -285,33 +278,9 @@ def _to_int8(codes, ASSEMBLY: tl.constexpr):
 
 @triton.jit
 def _to_e4m3(codes, ASSEMBLY: tl.constexpr):
-    """code/512 of both halves: the bits of e4m3's smallest numbers are their magnitude, under a sign bit."""
+    """code/512 of both halves."""
     if ASSEMBLY:
-        low, high = tl.inline_asm_elementwise(
-            """{
-            .reg .b32 nibbles, negative, magnitude;
-            and.b32 nibbles, $2, 0x0F0F0F0F;
-            not.b32 negative, nibbles;
-            shr.u32 negative, negative, 3;
-            and.b32 negative, negative, 0x01010101;
-            mad.lo.u32 magnitude, negative, 7, 0;
-            xor.b32 magnitude, magnitude, nibbles;
-            and.b32 magnitude, magnitude, 0x07070707;
-            add.u32 magnitude, magnitude, negative;
-            mad.lo.u32 $0, negative, 128, magnitude;
-            shr.u32 nibbles, $2, 4;
-            and.b32 nibbles, nibbles, 0x0F0F0F0F;
-            not.b32 negative, nibbles;
-            shr.u32 negative, negative, 3;
-            and.b32 negative, negative, 0x01010101;
-            mad.lo.u32 magnitude, negative, 7, 0;
-            xor.b32 magnitude, magnitude, nibbles;
-            and.b32 magnitude, magnitude, 0x07070707;
-            add.u32 magnitude, magnitude, negative;
-            mad.lo.u32 $1, negative, 128, magnitude;
-            }""",
-            "=&r,=&r,r", [codes], dtype=(tl.int8, tl.int8), is_pure=True, pack=4,
-        )  # fmt: skip
+        low, high = tl.inline_asm_elementwise(TO_E4M3, OPERANDS, [codes], (tl.int8, tl.int8), is_pure=True, pack=4)
         return low.to(tl.float8e4nv, bitcast=True), high.to(tl.float8e4nv, bitcast=True)
     return _small_e4m3(codes & 0x0F), _small_e4m3(codes >> 4)
 
