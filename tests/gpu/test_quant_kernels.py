@@ -89,7 +89,7 @@ def test_nan_reaches_the_scale_of_its_row_alone(quantizer: str) -> None:
 @pytest.mark.parametrize(
     ("M", "N", "K"),
     [
-        *[(16, 4096, 4096), (40, 1000, 4096), (300, 512, 2048), (7, 70, 1100), (0, 64, 128)],
+        *[(16, 4096, 4096), (40, 1000, 4096), (96, 512, 2048), (300, 512, 2048), (7, 70, 1100), (0, 64, 128)],
         *[(1100, 384, 4096), (700, 1000, 1152), (513, 70, 12288), (600, 130, 1104)],
     ],
 )
@@ -168,9 +168,21 @@ def test_a_row_does_not_depend_on_the_others(operation: str) -> None:
     for M, N, K in [(700, 1024, 4096), (2500, 500, 12288)]:
         x, weight = rows_of(operation, M, K), weight_of(operation, N, K)
         everything = fast(operation)(*x, *weight, torch.float32)
-        for a, b in [(0, 1), (7, 20), (16, 32), (100, 150), (3, 70), (0, 130), (9, 600)]:
+        for a, b in [(0, 1), (7, 20), (16, 32), (100, 150), (3, 70), (2, 98), (0, 130), (9, 600)]:
             part = fast(operation)(*(t[a:b] for t in x), *weight, torch.float32)
             assert torch.equal(part, everything[a:b]), f"rows {a} to {b} of {M}"
+
+
+@pytest.mark.parametrize("operation", PRODUCTS)
+@pytest.mark.parametrize("rows", [12, 96, 300, 700])
+def test_a_nan_stays_in_its_row(operation: str, rows: int) -> None:
+    """The last one, beside which a tile has rows that are not there."""
+    x, weight = rows_of(operation, rows, 2048), weight_of(operation, 256, 2048)
+    expected = fast(operation)(*x, *weight, torch.float32)
+    x[-1][-1] = torch.nan
+    result = fast(operation)(*x, *weight, torch.float32)
+    assert result[-1].isnan().all()
+    assert torch.equal(result[:-1], expected[:-1])
 
 
 def test_up_to_64_rows_of_w4a16_do_not_depend_on_each_other() -> None:
@@ -217,7 +229,11 @@ def test_an_experts_row_does_not_depend_on_the_others(operation: str) -> None:
 
 @pytest.mark.parametrize(
     ("operation", "rows"),
-    [*product(PRODUCTS, (16, 64)), *product(("fp8_block_matmul", "w4a8_matmul", "w4a8_fp8_matmul"), (600,))],
+    [
+        *product(PRODUCTS, (16, 64)),
+        *product(("fp8_block_matmul", "w4a8_matmul", "w4a8_fp8_matmul"), (600,)),
+        ("fp8_block_matmul", 200),
+    ],
 )
 def test_stacked_weights_give_the_products_of_their_parts(operation: str, rows: int) -> None:
     """Also where parts are cut along K and the whole is not."""

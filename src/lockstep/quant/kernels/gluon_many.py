@@ -28,75 +28,70 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from lockstep.quant.kernels.triton_configs import MANY, ManyTile
+from lockstep.quant.kernels.triton_configs import ManyTile
 from lockstep.quant.kernels.triton_decode import OPERANDS, TO_E4M3, TO_INT8
 from lockstep.quant.kernels.triton_tiles import MULTIPROCESSORS, cdiv
 
 STEP, HALF, LINES = gl.constexpr(128), gl.constexpr(64), gl.constexpr(64)
+BAND = gl.constexpr(16)  # tiles of lines that are computed side by side
 _BYTES = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
 _NIBBLES = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=8, rank=2)
 _COMPILED = {"num_warps": 4, "enable_fp_fusion": False}
 
 
 def fp8_block_matmul(
-    xq: Tensor, sx: Tensor, wq: Tensor, sw: Tensor, dtype: torch.dtype, chunk: int, tile: ManyTile = MANY["fp8_block"]
+    xq: Tensor, sx: Tensor, wq: Tensor, sw: Tensor, dtype: torch.dtype, chunk: int, tile: ManyTile
 ) -> Tensor:
     """As `triton_eight.fp8_block_matmul`, K cut into parts of `chunk`. K is a multiple of 16."""
     (M, K), N = xq.shape, len(wq)
-    xq, wq, sw = xq.contiguous(), wq.contiguous(), sw.contiguous()
+    xq, sx, wq, sw = xq.contiguous(), sx.contiguous(), wq.contiguous(), sw.contiguous()
     y = torch.empty(M, N, dtype=dtype, device=xq.device)
     x_tiles = TensorDescriptor.from_tensor(xq, [LINES.value, STEP.value], _BYTES)
-    w_tiles = TensorDescriptor.from_tensor(wq, [tile.columns, STEP.value], _BYTES)
-    tiles = cdiv(M, tile.lines), cdiv(N, tile.columns)
+    w_tiles = TensorDescriptor.from_tensor(wq, [tile.outputs, STEP.value], _BYTES)
+    tiles = cdiv(M, tile.rows), cdiv(N, tile.outputs)
     programs, chunks = min(MULTIPROCESSORS, tiles[0] * tiles[1]), cdiv(K, chunk)
-    totals = torch.empty(programs * tile.lines * tile.columns if chunks > 1 else 1, device=xq.device)
+    totals = torch.empty(programs * tile.rows * tile.outputs if chunks > 1 else 1, device=xq.device)
     _fp8_blocks[(programs,)](
-        x_tiles, w_tiles, sx, sw, y, totals, M, N, cdiv(K, STEP.value), chunks, chunk // STEP.value, *sx.stride(),
-        *tiles, PIECES=tile.lines // LINES.value, COLUMNS=tile.columns, STAGES=tile.stages, BAND=tile.band, **_COMPILED,
+        x_tiles, w_tiles, sx, sw, y, totals, M, N, cdiv(K, STEP.value), chunks, chunk // STEP.value, *tiles,
+        PIECES=tile.rows // LINES.value, COLUMNS=tile.outputs, STAGES=tile.stages, **_COMPILED,
     )  # fmt: skip
     return y
 
 
 def w4a8_matmul(
-    xq: Tensor,
-    sx: Tensor,
-    packed: Tensor,
-    scales: Tensor,
-    dtype: torch.dtype,
-    chunk: int,
-    tile: ManyTile = MANY["w4a8"],
+    xq: Tensor, sx: Tensor, packed: Tensor, scales: Tensor, dtype: torch.dtype, chunk: int, tile: ManyTile
 ) -> Tensor:
     """As `triton_four.w4a8_matmul` and `w4a8_fp8_matmul`, K cut into parts of `chunk`. K is a multiple of 128."""
+    assert tile.outputs == 2 * LINES.value, "each multiplier has 64 outputs"
     (M, K), N = xq.shape, len(packed)
     xq, packed = xq.contiguous(), packed.contiguous()
     y = torch.empty(M, N, dtype=dtype, device=xq.device)
     w_tiles = TensorDescriptor.from_tensor(packed, [LINES.value, HALF.value], _NIBBLES)
-    x_tiles = TensorDescriptor.from_tensor(xq, [tile.columns, STEP.value], _BYTES)
-    tiles = cdiv(N, tile.lines), cdiv(M, tile.columns)
+    x_tiles = TensorDescriptor.from_tensor(xq, [tile.rows, STEP.value], _BYTES)
+    tiles = cdiv(N, tile.outputs), cdiv(M, tile.rows)
     _four_bits[(min(MULTIPROCESSORS, tiles[0] * tiles[1]),)](
         w_tiles, x_tiles, sx, scales, y, M, N, K // STEP.value, cdiv(K, chunk), chunk // STEP.value, *scales.stride(),
-        *tiles, COLUMNS=tile.columns, STAGES=tile.stages, BAND=tile.band, **_COMPILED,
+        *tiles, COLUMNS=tile.rows, STAGES=tile.stages, **_COMPILED,
     )  # fmt: skip
     return y
 
 
 @gluon.jit(do_not_specialize=["M", "G", "chunks", "chunk_groups", "line_tiles", "column_tiles"])
 def _fp8_blocks(
-    x, w, sx, sw, y, totals, M, N, G, chunks, chunk_groups, sx_row, sx_group, line_tiles, column_tiles,
-    PIECES: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr, BAND: gl.constexpr,
+    x, w, sx, sw, y, totals, M, N, G, chunks, chunk_groups, line_tiles, column_tiles,
+    PIECES: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     lines = gl.allocate_shared_memory(x.dtype, [STAGES * PIECES, LINES, STEP], x.layout)
     columns = gl.allocate_shared_memory(w.dtype, [STAGES, COLUMNS, STEP], w.layout)
     full, empty = _barriers(STAGES)
     given = (
-        lines, columns, full, empty, sx, sw, y, totals, M, N, G, chunks, chunk_groups, sx_row, sx_group, line_tiles,
-        column_tiles,
+        lines, columns, full, empty, sx, sw, y, totals, M, N, G, chunks, chunk_groups, line_tiles, column_tiles,
     )  # fmt: skip
     gl.warp_specialize(
         [
-            (_multiply_fp8, (given, BAND, gl.constexpr(0))),
-            (_multiply_fp8, (given, BAND, gl.constexpr(1))),
-            (_load_tiles, (x, w, lines, columns, full, empty, G, line_tiles, column_tiles, BAND)),
+            (_multiply_fp8, (given, gl.constexpr(0))),
+            (_multiply_fp8, (given, gl.constexpr(1))),
+            (_load_tiles, (x, w, lines, columns, full, empty, G, line_tiles, column_tiles)),
         ],
         [4, 1],
         [232, 24],
@@ -106,7 +101,7 @@ def _fp8_blocks(
 @gluon.jit(do_not_specialize=["M", "G", "chunks", "chunk_groups", "line_tiles", "column_tiles"])
 def _four_bits(
     w, x, sx, sw, y, M, N, G, chunks, chunk_groups, sw_output, sw_group, line_tiles, column_tiles,
-    COLUMNS: gl.constexpr, STAGES: gl.constexpr, BAND: gl.constexpr,
+    COLUMNS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     lines = gl.allocate_shared_memory(w.dtype, [STAGES * 2, LINES, HALF], w.layout)
     columns = gl.allocate_shared_memory(x.dtype, [STAGES, COLUMNS, STEP], x.layout)
@@ -119,9 +114,9 @@ def _four_bits(
     )  # fmt: skip
     gl.warp_specialize(
         [
-            (_multiply_four, (given, BAND, gl.constexpr(0))),
-            (_multiply_four, (given, BAND, gl.constexpr(1))),
-            (_load_tiles, (w, x, lines, columns, full, empty, G, line_tiles, column_tiles, BAND)),
+            (_multiply_four, (given, gl.constexpr(0))),
+            (_multiply_four, (given, gl.constexpr(1))),
+            (_load_tiles, (w, x, lines, columns, full, empty, G, line_tiles, column_tiles)),
         ],
         [4, 1],
         [232, 24],
@@ -141,7 +136,7 @@ def _barriers(STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _locate(tile, line_tiles, column_tiles, BAND: gl.constexpr):
+def _locate(tile, line_tiles, column_tiles):
     """In bands of lines, so that programs at work at the same time need few lines and few columns."""
     first = tile // (BAND * column_tiles) * BAND
     height = gl.minimum(line_tiles - first, BAND)
@@ -156,15 +151,13 @@ def _next_stage(stage, phase, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _load_tiles(
-    line_source, column_source, lines, columns, full, empty, G, line_tiles, column_tiles, BAND: gl.constexpr
-):
+def _load_tiles(line_source, column_source, lines, columns, full, empty, G, line_tiles, column_tiles):
     STAGES: gl.constexpr = columns.shape[0]
     PIECES: gl.constexpr = lines.shape[0] // STAGES
     WIDTH: gl.constexpr = lines.shape[2]  # bytes of a group
     stage, phase = 0, 1
     for tile in range(gl.program_id(0), line_tiles * column_tiles, gl.num_programs(0)):
-        line_tile, column_tile = _locate(tile, line_tiles, column_tiles, BAND)
+        line_tile, column_tile = _locate(tile, line_tiles, column_tiles)
         first_line, first_column = line_tile * (PIECES * LINES), column_tile * columns.shape[1]
         for group in range(G):
             mbarrier.wait(empty.index(stage), phase)
@@ -179,12 +172,9 @@ def _load_tiles(
 
 
 @gluon.jit
-def _multiply_fp8(given, BAND: gl.constexpr, WHICH: gl.constexpr):
+def _multiply_fp8(given, WHICH: gl.constexpr):
     """One half of a tile's rows, 64 at a time."""
-    (
-        lines, columns, full, empty, sx, sw, y, totals, M, N, G, chunks, chunk_groups, sx_row, sx_group, line_tiles,
-        column_tiles,
-    ) = given  # fmt: skip
+    lines, columns, full, empty, sx, sw, y, totals, M, N, G, chunks, chunk_groups, line_tiles, column_tiles = given
     STAGES: gl.constexpr = columns.shape[0]
     PIECES: gl.constexpr = lines.shape[0] // STAGES
     BN: gl.constexpr = columns.shape[1]
@@ -198,10 +188,10 @@ def _multiply_fp8(given, BAND: gl.constexpr, WHICH: gl.constexpr):
     stage, phase = 0, 0
     part = gl.zeros((LINES, BN), gl.float32, SUM)
     for tile in range(gl.program_id(0), line_tiles * column_tiles, gl.num_programs(0)):
-        row_tile, output_tile = _locate(tile, line_tiles, column_tiles, BAND)
+        row_tile, output_tile = _locate(tile, line_tiles, column_tiles)
         first = (row_tile * PIECES + WHICH * (PIECES // 2)) * LINES
-        sx_a = sx + gl.minimum(first + line, M - 1) * sx_row
-        sx_b = sx + gl.minimum(first + LINES + line, M - 1) * sx_row
+        sx_a = sx + gl.minimum(first + line, M - 1) * G
+        sx_b = sx + gl.minimum(first + LINES + line, M - 1) * G
         sw_row = sw + output_tile * BN // STEP * G
         scale_a, scale_b, scale_w = gl.load(sx_a), gl.load(sx_b), gl.load(sw_row)
         acc_a = gl.zeros((LINES, BN), gl.float32, SUM)
@@ -215,14 +205,14 @@ def _multiply_fp8(given, BAND: gl.constexpr, WHICH: gl.constexpr):
                 weight = columns.index(stage).permute((1, 0))
                 following = gl.minimum(group + 1, G - 1)
                 running = warpgroup_mma(lines.index(piece), weight, part, use_acc=False, is_async=True)
-                next_w, next_a = gl.load(sw_row + following), gl.load(sx_a + following * sx_group)
+                next_w, next_a = gl.load(sw_row + following), gl.load(sx_a + following)
                 part = warpgroup_mma_wait(0, deps=[running])
                 if not TWO:
                     mbarrier.arrive(empty.index(stage))
                 acc_a = _fused(part, (scale_a * scale_w)[:, None], acc_a)
                 if TWO:
                     running = warpgroup_mma(lines.index(piece + 1), weight, part, use_acc=False, is_async=True)
-                    next_b = gl.load(sx_b + following * sx_group)
+                    next_b = gl.load(sx_b + following)
                     part = warpgroup_mma_wait(0, deps=[running])
                     mbarrier.arrive(empty.index(stage))
                     acc_b = _fused(part, (scale_b * scale_w)[:, None], acc_b)
@@ -243,7 +233,7 @@ def _multiply_fp8(given, BAND: gl.constexpr, WHICH: gl.constexpr):
 
 
 @gluon.jit
-def _multiply_four(given, BAND: gl.constexpr, WHICH: gl.constexpr):
+def _multiply_four(given, WHICH: gl.constexpr):
     """One half of a tile's outputs."""
     (
         lines, columns, full, empty, sx, sw, y, totals, M, N, G, chunks, chunk_groups, sw_output, sw_group, line_tiles,
@@ -258,7 +248,7 @@ def _multiply_four(given, BAND: gl.constexpr, WHICH: gl.constexpr):
     stage, phase = 0, 0
     part = gl.zeros((LINES, BM), gl.int32 if INTEGER else gl.float32, SUM)
     for tile in range(gl.program_id(0), line_tiles * column_tiles, gl.num_programs(0)):
-        output_tile, row_tile = _locate(tile, line_tiles, column_tiles, BAND)
+        output_tile, row_tile = _locate(tile, line_tiles, column_tiles)
         first = (output_tile * 2 + WHICH) * LINES
         sw_outputs = sw + gl.minimum(first + gl.arange(0, LINES, gl.SliceLayout(1, SUM)), N - 1) * sw_output
         scale = gl.load(sw_outputs)

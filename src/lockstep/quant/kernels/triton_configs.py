@@ -10,16 +10,16 @@ from lockstep.quant.kernels.triton_tiles import WARP_GROUPS, Tile
 
 ANY = 1 << 40
 LIBRARY_ABOVE = {"fp8": 128, "w4a16": 256}  # rows from which a library's product is faster; w4a16 decodes for it
+MANY_ABOVE = {"fp8_block": 128, "w4a8": 512}  # rows from which the kernels of `gluon_many` are, for one weight
 
 
 @dataclass(frozen=True, slots=True)
 class ManyTile:
     """How `gluon_many` is compiled. No field of it changes a result."""
 
-    lines: int  # that have the scales: rows in fp8 blocks, outputs in w4a8
-    columns: int
+    rows: int
+    outputs: int
     stages: int  # steps of K loaded ahead
-    band: int  # tiles of lines that are computed side by side
 
 
 # Up to so many rows → tile.
@@ -74,8 +74,16 @@ GROUPED: dict[str, dict[int, Tile]] = {
         ANY: Tile(64, 128, 8, 3),
     },
 }
-MANY = {"fp8_block": ManyTile(256, 128, 4, 8), "w4a8": ManyTile(128, 128, 5, 16)}
-MANY_ABOVE = 512  # rows
+# Above MANY_ABOVE, up to so many rows → tile.
+MANY: dict[str, dict[int, ManyTile]] = {
+    "fp8_block": {
+        512: ManyTile(128, 128, 6),
+        ANY: ManyTile(256, 128, 4),
+    },
+    "w4a8": {
+        ANY: ManyTile(128, 128, 5),
+    },
+}
 LIKE = {"fp8_block": "fp8", "w4a8_fp8": "w4a8"}  # tuned together
 
 
@@ -90,6 +98,8 @@ def max_chunks(kind: str, rows: int) -> int:
     return 4 if kind != "w4a16" else 6 if rows <= 64 else 2
 
 
-def many(rows: int, K: int, multiple: int) -> bool:
-    """Whether `gluon_many` takes so many rows of one weight; it loads K in pieces that have to be a `multiple`."""
-    return WARP_GROUPS and rows > MANY_ABOVE and K % multiple == 0
+def many_tile(kind: str, rows: int) -> ManyTile | None:
+    """The tile of `gluon_many` for `rows` of one weight; None: they are too few, or the device is not a Hopper."""
+    if not WARP_GROUPS or rows <= MANY_ABOVE[kind]:
+        return None
+    return next(tile for most, tile in MANY[kind].items() if rows <= most)

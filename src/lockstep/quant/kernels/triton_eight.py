@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lockstep.quant.kernels import cuda, gluon_many
-from lockstep.quant.kernels.triton_configs import LIBRARY_ABOVE, many, tile_for
+from lockstep.quant.kernels.triton_configs import LIBRARY_ABOVE, many_tile, tile_for
 from lockstep.quant.kernels.triton_tiles import (
     DEPENDENT,
     GROUP,
@@ -43,8 +43,9 @@ def fp8_matmul(xq: Tensor, sx: Tensor, wq: Tensor, sw: Tensor, dtype: torch.dtyp
 
 def fp8_block_matmul(xq: Tensor, sx: Tensor, wq: Tensor, sw: Tensor, dtype: torch.dtype) -> Tensor:
     """e4m3 [M, K] and [N, K], scales [M, K/128] and [N/128, K/128] rounded up, to [M, N]."""
-    if many(len(xq), xq.shape[1], multiple=16):
-        return gluon_many.fp8_block_matmul(xq, sx, wq, sw, dtype, chunk_of(xq.shape[1], xq.shape[1] // SMALLEST_CHUNK))
+    K, tile = xq.shape[1], many_tile("fp8_block", len(xq))
+    if tile and K % 16 == 0:
+        return gluon_many.fp8_block_matmul(xq, sx, wq, sw, dtype, chunk_of(K, K // SMALLEST_CHUNK), tile)
     return eight_bit("fp8_block", xq, sx, None, wq, sw, dtype)
 
 

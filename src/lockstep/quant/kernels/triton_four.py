@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lockstep.quant.kernels import gluon_many
-from lockstep.quant.kernels.triton_configs import LIBRARY_ABOVE, many, max_chunks, tile_for
+from lockstep.quant.kernels.triton_configs import LIBRARY_ABOVE, many_tile, max_chunks, tile_for
 from lockstep.quant.kernels.triton_decode import OPERANDS, TO_E4M3, TO_INT8
 from lockstep.quant.kernels.triton_tiles import GROUP, INTERPRETED, Plan, chunk_of, finish, locate, make_plan
 from lockstep.quant.kernels.triton_weights import dequantize_int4
@@ -56,8 +56,9 @@ def w4a16_matmul(x: Tensor, packed: Tensor, scales: Tensor, dtype: torch.dtype) 
 
 def w4a8_matmul(xq: Tensor, sx: Tensor, packed: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """int8 [M, K] with scales [M]; the weight as in w4a16_matmul."""
-    if many(len(xq), xq.shape[1], multiple=GROUP):
-        return gluon_many.w4a8_matmul(xq, sx, packed, scales, dtype, chunk_of(xq.shape[1], _chunks("w4a8", *xq.shape)))
+    (M, K), tile = xq.shape, many_tile("w4a8", len(xq))
+    if tile and K % GROUP == 0:
+        return gluon_many.w4a8_matmul(xq, sx, packed, scales, dtype, chunk_of(K, _chunks("w4a8", M, K)), tile)
     return four_bit(xq, sx, None, packed, scales, dtype)
 
 
