@@ -68,8 +68,9 @@ def decode(
     )  # fmt: skip
     if pieces > 1:
         _combine[batch, num_queries](
-            partial, out, pieces, D=size, MOST=2 * MOST_SPLITS, DEPENDENT=DEPENDENT, launch_pdl=DEPENDENT, num_warps=1
-        )
+            partial, out, pieces, D=size, MOST=2 * MOST_SPLITS, FEW=4, DEPENDENT=DEPENDENT, launch_pdl=DEPENDENT,
+            num_warps=1,
+        )  # fmt: skip
     return out
 
 
@@ -214,23 +215,38 @@ def _add_block(
 
 
 @triton.jit(do_not_specialize=["pieces"])
-def _combine(partial_ptr, out_ptr, pieces, D: tl.constexpr, MOST: tl.constexpr, DEPENDENT: tl.constexpr):
+def _combine(
+    partial_ptr, out_ptr, pieces, D: tl.constexpr, MOST: tl.constexpr, FEW: tl.constexpr, DEPENDENT: tl.constexpr
+):  # fmt: skip
     """Sums the pieces of one query: each has its own largest score (in powers of two) and mass."""
     let_next_start(DEPENDENT)
     await_inputs(DEPENDENT)
-    stride = tl.num_programs(0).to(tl.int64) * tl.num_programs(1) * (D + 2)
-    first = partial_ptr + (tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * (D + 2)
-    s, d = tl.arange(0, MOST), tl.arange(0, D)
-    tops = tl.load(first + s * stride + D, mask=s < pieces, other=float("-inf"))
-    top = tl.max(tops, 0)
-    masses = tl.load(first + s * stride + D + 1, mask=s < pieces, other=0.0)
-    mass = tl.sum(tl.exp2(tops - top) * masses, 0)
-    acc = tl.zeros([D], tl.float32)
-    for piece in range(pieces):
-        weight = tl.exp2(tl.load(first + piece * stride + D) - top)
-        acc += weight * tl.load(first + piece * stride + d, mask=d < tl.where(weight > 0, D, 0), other=0.0)
     row = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
+    first = partial_ptr + row * (D + 2)
+    stride = tl.num_programs(0).to(tl.int64) * tl.num_programs(1) * (D + 2)
+    s, few, d = tl.arange(0, MOST), tl.arange(0, FEW), tl.arange(0, D)
+    sums = _few_sums(first, stride, few, pieces, d)  # under way while the scores are looked at
+    tops = tl.load(first + s * stride + D, mask=s < pieces, other=float("-inf"))
+    masses = tl.load(first + s * stride + D + 1, mask=s < pieces, other=0.0)
+    top = tl.max(tops, 0)
+    mass = tl.sum(tl.exp2(tops - top) * masses, 0)
+    acc = _weighted(first, stride, few, pieces, sums, top, D)
+    for begin in range(FEW, pieces, FEW):
+        sums = _few_sums(first, stride, begin + few, pieces, d)
+        acc += _weighted(first, stride, begin + few, pieces, sums, top, D)
     tl.store(out_ptr + row * D + d, (acc / mass).to(out_ptr.dtype.element_ty))
+
+
+@triton.jit
+def _few_sums(first, stride, few, pieces, d):
+    return tl.load(first + (few * stride)[:, None] + d, mask=(few < pieces)[:, None], other=0.0)
+
+
+@triton.jit
+def _weighted(first, stride, few, pieces, sums, top, D: tl.constexpr):
+    """What some pieces add. Whatever lies where an empty one's sum would be is left out."""
+    weight = tl.exp2(tl.load(first + few * stride + D, mask=few < pieces, other=float("-inf")) - top)[:, None]
+    return tl.sum(tl.where(weight > 0, weight * sums, 0.0), 0)
 
 
 @triton.jit(  # a step's sequences lie anywhere among those of its other segment: nothing is compiled anew for that
