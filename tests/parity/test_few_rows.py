@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.models.few_rows import ROWS, speed_up_few_rows
+from lockstep.models.few_rows import ROWS, linear_function, speed_up_few_rows
 
 
 @pytest.mark.parametrize("rows", [1, ROWS.start - 1, ROWS.start, 17, ROWS.stop - 1, ROWS.stop])
@@ -18,6 +18,7 @@ def test_the_product_is_the_same(rows: int, bias: bool) -> None:
     expected = linear(x)
     speed_up_few_rows(linear)
     found = linear(x)
+    assert torch.equal(linear_function(linear.weight)(x, weight=linear.weight, bias=linear.bias), found)
     assert found.is_contiguous()
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
@@ -26,6 +27,7 @@ def test_small_weights_and_other_dtypes_are_left_alone() -> None:
     for linear in (nn.Linear(64, 64), nn.Linear(1024, 1100, dtype=torch.bfloat16)):
         speed_up_few_rows(linear)
         assert "forward" not in vars(linear)
+        assert linear_function(linear.weight) is nn.functional.linear
 
 
 @pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="only MKL was measured")

@@ -1,4 +1,4 @@
-"""What fused forwards assume of a model, held against the model; their arithmetic is tested where triton runs."""
+"""Fused forwards held against the model: what they assume of it and, with torch's operators, what they compute."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from engine_support import ask, engine_core, finish, prompt, sharpen
+from lockstep.models.engine_view import engine_view
 from lockstep.models.fused import ATTENTION, FAMILIES, window
 
 WINDOW = 5
@@ -66,3 +68,24 @@ def test_every_layer_has_the_window_that_its_class_hands_over(family: str) -> No
         layers = [part for part in module.modules() if type(part).__name__ in ATTENTION]
         assert {layer.layer_idx: window(layer) for layer in layers} == told
         assert len(told) == SHAPE["num_hidden_layers"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_fused_view_computes_what_transformers_modules_do(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for config in MODELS[family]:
+        module = sharpen(AutoModelForCausalLM.from_config(config, attn_implementation="sdpa"))
+        requests = [ask(f"{i}", prompt(7 + i, i, vocab=64), 12, temperature=1.0, seed=i) for i in range(3)]
+        found = finish(engine_core(module), requests)
+        with monkeypatch.context() as patch:
+            patch.setattr("lockstep.models.engine_view.fuse", lambda view: None)
+            expected = finish(engine_core(module), requests)
+        for uid, completion in expected.items():
+            assert found[uid].tokens == completion.tokens
+            assert found[uid].logp == pytest.approx(completion.logp, abs=1e-5)
+
+
+def test_what_nobody_implements_is_refused() -> None:
+    view = engine_view(AutoModelForCausalLM.from_config(MODELS["Qwen3"][0]).eval(), share=True)
+    tokens = torch.arange(4)[None]
+    with pytest.raises(ValueError, match="passes an attention mask"):
+        view(input_ids=tokens, position_ids=tokens, attention_mask=torch.ones(1, 4), lockstep=None)

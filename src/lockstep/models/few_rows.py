@@ -6,6 +6,7 @@ asked directly here, by the operator that torch.compile uses for it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -20,7 +21,12 @@ def speed_up_few_rows(view: nn.Module) -> None:
     """Does nothing where it was not measured to pay."""
     for part in view.modules():
         if type(part) is nn.Linear and _pays(part.weight):
-            part.forward = partial(_linear, part)
+            part.forward = partial(_forward, part)
+
+
+def linear_function(weight: Tensor) -> Callable[..., Tensor]:
+    """`F.linear`, or what takes less time with such a weight."""
+    return _linear if _pays(weight) else F.linear
 
 
 def _pays(weight: Tensor) -> bool:
@@ -29,7 +35,11 @@ def _pays(weight: Tensor) -> bool:
     return float32_on_cpu and weight.numel() >= LEAST_WEIGHTS and both_there
 
 
-def _linear(self: nn.Linear, input: Tensor) -> Tensor:
+def _forward(self: nn.Linear, input: Tensor) -> Tensor:
+    return _linear(input, self.weight, self.bias)
+
+
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if input.numel() // input.shape[-1] not in ROWS:
-        return F.linear(input, self.weight, self.bias)
-    return torch.ops.mkldnn._linear_pointwise(input, self.weight, self.bias, "none", [], "")
+        return F.linear(input, weight, bias)
+    return torch.ops.mkldnn._linear_pointwise(input, weight, bias, "none", [], "")

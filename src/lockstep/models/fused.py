@@ -1,10 +1,11 @@
 """Decoder layers with fewer launches: the same modules and weights, other forwards.
 
 The engine's view of a model keeps its classes, names and tensors. Where a part is of a kind we know, its forward is
-replaced: norms become one kernel, with the sum they read and with the encoding of what they hand to low-bit products;
-q/k/v and gate/up one product each; head norms, rotation and the write into the pages one kernel; experts with few rows
-each run products of our own. Whatever else a model has runs as transformers wrote it. The self-check holds the result
-against plain transformers.
+replaced: norms become one operator, with the sum they read and with the encoding of what they hand to low-bit products;
+q/k/v and gate/up one product each; head norms, rotation and the write into the pages one operator; the whole calls its
+layers and nothing else. Such an operator is one kernel (`kernels/pointwise.py`) or, as on a CPU, a few of torch's
+(`pointwise.py`). With kernels, experts with few rows each run products of our own. Whatever else a model has runs as
+transformers wrote it. The self-check holds the result against plain transformers.
 
 One product of several weights needs them to lie side by side: `lay_together` moves them there once. Each is a view of
 the common memory from then on, so that copies into it, and updates in place, reach the product.
@@ -15,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -23,9 +24,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from lockstep.models import kernels
+from lockstep.models import kernels, pointwise
 from lockstep.models.arguments import refuse_unsupported
-from lockstep.models.kv import kv_shape
+from lockstep.models.few_rows import linear_function
+from lockstep.models.kv import Pages, kv_shape
 from lockstep.models.paged import PagedStep, attend
 from lockstep.quant.encoded import Encoded
 from lockstep.quant.inputs import InputCode, Rows
@@ -38,6 +40,7 @@ WINDOW_OF_CONFIG = frozenset({"MistralAttention", "MixtralAttention"})  # the sa
 MLP = frozenset(f"{family}MLP" for family in FAMILIES)
 MODEL = frozenset(f"{family}Model" for family in FAMILIES)  # layers of (norm, attend, add, norm, compute, add), norm
 NORM = frozenset(f"{family}RMSNorm" for family in FAMILIES)
+CAUSAL_LM = frozenset(f"{family}ForCausalLM" for family in FAMILIES)  # embed, MODEL's layers and norm, head
 SILU = frozenset({"SiLU", "SiLUActivation"})
 EXPERTS = "lockstep_engine"
 TOGETHER = QKV, GATE_UP = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -45,28 +48,61 @@ TOGETHER = QKV, GATE_UP = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_pro
 Product = Callable[[Any], Tensor]  # of Rows: encoded ones where `input_code` says so, else tensors
 
 
+class Operators(Protocol):
+    """What stands between products: the functions of `pointwise.py` and `kernels/pointwise.py`."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, code: InputCode | None = None) -> Rows: ...
+
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, code: InputCode | None = None
+    ) -> tuple[Tensor, Rows]: ...
+
+    def gated_silu(self, gate_up: Tensor, code: InputCode | None) -> Rows: ...
+
+    def rotate_and_store(
+        self,
+        qkv_N: Tensor,
+        norms: tuple[Tensor, Tensor] | None,
+        eps: float,
+        rotary: tuple[Tensor, Tensor],
+        slots_N: Tensor,
+        cache: Pages,
+    ) -> Tensor: ...
+
+
 def fuse(view: PreTrainedModel) -> None:
-    """Replaces the forwards of a view that calls the paged attention; does nothing where the kernels cannot run."""
-    _, key_size, value_size = kv_shape(view.config.get_text_config())
-    if not kernels.available(view.device) or key_size != value_size or key_size & (key_size - 1):
-        return
+    """Replaces the forwards of a view that calls the paged attention."""
+    operators = _operators(view)
     for part in view.modules():
         kind = type(part).__name__
         if kind in ATTENTION:
-            part.forward = partial(_attention, part, product(part, QKV))
+            part.forward = partial(_attention, part, operators, product(part, QKV))
         elif kind in MLP and type(part.act_fn).__name__ in SILU:
-            part.forward = partial(_mlp, part, product(part, GATE_UP), input_code(part, ("down_proj",)))
+            part.forward = partial(_mlp, part, operators, product(part, GATE_UP), input_code(part, ("down_proj",)))
         elif kind in NORM:
-            part.forward = partial(_norm, part)
+            part.forward = partial(_norm, part, operators)
         elif kind in MODEL:
             for layer in part.get_submodule("layers").children():
-                _fuse_layer(layer)
-        elif is_fused_experts(part):
+                _fuse_layer(layer, operators)
+        elif kind in CAUSAL_LM:
+            part.forward = partial(_causal_lm, part)
+        elif is_fused_experts(part) and operators is not pointwise:
             use_experts_function(part, EXPERTS)
 
 
-def _fuse_layer(layer: Any) -> None:
-    layer.forward = partial(_layer, layer, input_code(layer.self_attn, QKV), input_code(layer.mlp, GATE_UP))
+def _operators(view: PreTrainedModel) -> Operators:
+    """Kernels want heads whose size is a power of two, the same for keys and values."""
+    _, key_size, value_size = kv_shape(view.config.get_text_config())
+    if not kernels.available(view.device) or key_size != value_size or key_size & (key_size - 1):
+        return pointwise
+    from lockstep.models.kernels import pointwise as compiled
+
+    return compiled
+
+
+def _fuse_layer(layer: Any, operators: Operators) -> None:
+    codes = input_code(layer.self_attn, QKV), input_code(layer.mlp, GATE_UP)
+    layer.forward = partial(_layer, layer, operators, *codes)
 
 
 def lay_together(module: nn.Module) -> None:
@@ -109,7 +145,7 @@ def product(part: nn.Module, names: Sequence[str]) -> Product:
         if all(type(linear) is nn.Linear for linear in linears):
             weight = joined([linear.weight for linear in linears])
             if weight is not None:
-                return partial(F.linear, weight=weight, bias=bias)
+                return partial(linear_function(weight), weight=weight, bias=bias)
         if all(type(linear) is LowBitLinear for linear in linears):
             encoded, format = joined_low_bit(linears), linears[0].weight.format
             if encoded is not None:
@@ -144,30 +180,52 @@ class Sum:
     computed: Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What the engine reads of a model's: transformers' own takes as long to make as a product of a few rows."""
+
+    logits: Tensor
+
+
+def _causal_lm(
+    self: Any, input_ids: Tensor, position_ids: Tensor, logits_to_keep: Tensor | int = 0, **arguments: Any
+) -> Output:
+    """Without the masks, caches and recorded outputs that nobody asks for here; attention refuses who does."""
+    model = self.model
+    hidden = model.embed_tokens(input_ids)
+    rotary = model.rotary_emb(hidden, position_ids)
+    for layer in model.layers:
+        hidden = layer(hidden, position_embeddings=rotary, **arguments)
+    kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+    return Output(self.lm_head(model.norm(hidden)[:, kept]))
+
+
 def _layer(
     self: Any,
+    operators: Operators,
     attention_code: InputCode | None,
     mlp_code: InputCode | None,
     hidden_states: Tensor | Sum,
     **arguments: Any,
 ) -> Sum:
-    residual, normed = _add_and_norm(self.input_layernorm, hidden_states, attention_code)
+    residual, normed = _add_and_norm(self.input_layernorm, operators, hidden_states, attention_code)
     attended, _ = self.self_attn(hidden_states=normed, **arguments)
-    residual, normed = _add_and_norm(self.post_attention_layernorm, Sum(residual, attended), mlp_code)
+    residual, normed = _add_and_norm(self.post_attention_layernorm, operators, Sum(residual, attended), mlp_code)
     return Sum(residual, self.mlp(normed))
 
 
-def _add_and_norm(norm: Any, x: Tensor | Sum, code: InputCode | None) -> tuple[Tensor, Rows]:
+def _add_and_norm(
+    norm: Any, operators: Operators, x: Tensor | Sum, code: InputCode | None = None
+) -> tuple[Tensor, Rows]:
     """(the sum, its norm)."""
-    from lockstep.models.kernels.pointwise import add_rms_norm, rms_norm
-
     if isinstance(x, Sum):
-        return add_rms_norm(x.computed, x.residual, norm.weight, norm.variance_epsilon, code)
-    return x, rms_norm(x, norm.weight, norm.variance_epsilon, code)
+        return operators.add_rms_norm(x.computed, x.residual, norm.weight, norm.variance_epsilon, code)
+    return x, operators.rms_norm(x, norm.weight, norm.variance_epsilon, code)
 
 
 def _attention(
     self: Any,
+    operators: Operators,
     qkv: Product,
     hidden_states: Rows,
     position_embeddings: tuple[Tensor, Tensor],
@@ -176,13 +234,11 @@ def _attention(
     lockstep: PagedStep,
     **extra: Any,
 ) -> tuple[Tensor, None]:
-    from lockstep.models.kernels.pointwise import rotate_and_store
-
     refuse_unsupported(self, attention_mask, 0.0, None, extra)
     norms = (self.q_norm.weight, self.k_norm.weight) if hasattr(self, "q_norm") else None
     eps = self.q_norm.variance_epsilon if norms else 0.0
     cache = lockstep.cache.layer(self.layer_idx)
-    query = rotate_and_store(qkv(hidden_states)[0], norms, eps, position_embeddings, lockstep.slots, cache)
+    query = operators.rotate_and_store(qkv(hidden_states)[0], norms, eps, position_embeddings, lockstep.slots, cache)
     out = attend(query, self.layer_idx, lockstep, self.scaling, window(self))
     return self.o_proj(out.flatten(1)[None]), None
 
@@ -193,10 +249,8 @@ def window(attention: Any) -> int | None:
     return getattr(owner, "sliding_window", None)
 
 
-def _mlp(self: Any, gate_up: Product, down_code: InputCode | None, x: Rows) -> Tensor:
-    from lockstep.models.kernels.pointwise import gated_silu
-
-    return self.down_proj(gated_silu(gate_up(x), down_code))
+def _mlp(self: Any, operators: Operators, gate_up: Product, down_code: InputCode | None, x: Rows) -> Tensor:
+    return self.down_proj(operators.gated_silu(gate_up(x), down_code))
 
 
 def _experts(self: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -221,8 +275,8 @@ def _gate(self: Any, up: Tensor) -> Tensor:
     return gated_silu(up) if plain else self._apply_gate(up)
 
 
-def _norm(self: Any, x: Tensor | Sum) -> Rows:
-    return _add_and_norm(self, x, None)[1]
+def _norm(self: Any, operators: Operators, x: Tensor | Sum) -> Rows:
+    return _add_and_norm(self, operators, x)[1]
 
 
 ALL_EXPERTS_FUNCTIONS.register(EXPERTS, _experts)
