@@ -48,12 +48,12 @@ def _encode(vectors: Tensor) -> tuple[Tensor, Tensor]:
 
 def _gather(memory: Tensor, scales: Tensor | None, pages: Tensor, dtype: torch.dtype) -> Tensor:
     """[B, P*S, H, D]: whole pages, copied as rows: on a CPU faster than indexing by a matrix."""
-    chosen = memory.flatten(1).view(torch.uint8).index_select(0, pages.flatten()).view(memory.dtype)
-    chosen = chosen.view(pages.shape[0], -1, *memory.shape[2:])
+    shape = (pages.shape[0], -1, *memory.shape[2:])
     if scales is None:
-        return chosen
-    scale = scales.flatten(1).index_select(0, pages.flatten()).view(chosen.shape[:-1])
-    return (chosen.float() * scale[..., None]).to(dtype)
+        return memory.flatten(1).index_select(0, pages.flatten()).view(shape)
+    codes = memory.flatten(1).view(torch.uint8).index_select(0, pages.flatten()).view(memory.dtype).view(shape)
+    scale = scales.flatten(1).index_select(0, pages.flatten()).view(codes.shape[:-1])
+    return (codes.float() * scale[..., None]).to(dtype)
 
 
 class KVCache:
@@ -79,8 +79,12 @@ class KVCache:
         self.keys = zeros(*shape, key_size, dtype=dtype)
         self.values = zeros(*shape, value_size, dtype=dtype)
         self.scales = zeros(2, *shape, dtype=torch.float32) if dtype == torch.float8_e4m3fn else None
+        self._layers = [self._pages(number) for number in range(text.num_hidden_layers)]
 
     def layer(self, number: int) -> Pages:
+        return self._layers[number]
+
+    def _pages(self, number: int) -> Pages:
         scales = (None, None) if self.scales is None else (self.scales[0, number], self.scales[1, number])
         return Pages(self.keys[number], self.values[number], *scales)
 

@@ -59,7 +59,7 @@ class Segment:
     @cached_property
     def positions(self) -> Tensor:
         """[B, Q] of each query; padding repeats the last."""
-        return self.start[:, None] + self._offsets
+        return self.start[:, None] if self.count is None else self.start[:, None] + self._offsets
 
     @cached_property
     def query_index(self) -> Tensor:
@@ -76,8 +76,9 @@ class Segment:
 
     @cached_property
     def _offsets(self) -> Tensor:
+        assert self.count is not None
         places = torch.arange(self.longest, device=self.start.device)
-        return places if self.count is None else torch.minimum(places, self.count[:, None] - 1)
+        return torch.minimum(places, self.count[:, None] - 1)
 
     def visible(self, num_keys: int, window: int | None) -> Tensor:
         """[B, 1, Q, keys] bool: keys at or before the query, and within the window if there is one."""
@@ -98,11 +99,12 @@ class PagedStep:
     calls: list[int] = field(default_factory=list)  # layers that ran, for the self-check
     _masks: dict[tuple[int, int | None], Tensor] = field(default_factory=dict)
 
-    def mask(self, number: int, window: int | None) -> Tensor:
-        """The mask of a segment, made once a step and shared by all layers with the same window."""
+    def mask(self, number: int, window: int | None, dtype: torch.dtype = torch.float32) -> Tensor:
+        """What is added to a segment's scores, made once a step and shared by all layers with the same window."""
         if (number, window) not in self._masks:
             segment = self.segments[number]
-            self._masks[number, window] = segment.visible(segment.pages.shape[1] * self.cache.page_size, window)
+            visible = segment.visible(segment.pages.shape[1] * self.cache.page_size, window)
+            self._masks[number, window] = torch.where(visible, 0.0, -torch.inf).to(dtype)
         return self._masks[number, window]
 
 
@@ -133,9 +135,10 @@ def attend(query_NHD: Tensor, layer: int, step: PagedStep, scaling: float, windo
     if kernels.available(query_NHD.device) and supports(cache):
         parts = [_attend_fused(query_NHD[s.rows], cache, s, scaling, window) for s in step.segments]
     else:
-        masks = (step.mask(number, window) for number in range(len(step.segments)))
-        segments = zip(step.segments, masks, strict=True)
-        parts = [_attend(query_NHD[s.rows], cache, s, mask, scaling) for s, mask in segments]
+        parts = [
+            _attend(query_NHD[s.rows], cache, s, step.mask(number, window, query_NHD.dtype), scaling)
+            for number, s in enumerate(step.segments)
+        ]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 

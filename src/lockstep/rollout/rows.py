@@ -36,4 +36,4 @@ class Rows:
 
     def pages(self, rows: Tensor, num_pages: int | None = None) -> Tensor:
         """[rows, pages] page ids, the first `num_pages` of each."""
-        return self.table[rows, :num_pages]
+        return self.table[:, :num_pages].index_select(0, rows)

@@ -8,7 +8,9 @@ the device, no state, no host sync.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeVar
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -17,6 +19,7 @@ from lockstep.models import kernels
 from lockstep.types import SamplingParams
 
 SMALL, BLOCK = 4096, 128  # tokens
+Ints = TypeVar("Ints", Tensor, np.ndarray)  # int64, whose overflow wraps around
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +42,8 @@ class SamplingTable:
 
     def __init__(self, max_rows: int, vocab: int, device: torch.device) -> None:
         self.vocab = vocab
-        self.floats = torch.ones(max_rows, 3, device=device)  # temperature, top_p, min_p
-        self.ints = torch.zeros(max_rows, 3, dtype=torch.int64, device=device)  # greedy, top_k, seed
+        self.floats = torch.ones(3, max_rows, device=device)  # temperature, top_p, min_p
+        self.ints = torch.zeros(3, max_rows, dtype=torch.int64, device=device)  # greedy, top_k, seed
         self._pending: dict[int, SamplingParams] = {}
 
     def write(self, row: int, params: SamplingParams) -> None:
@@ -54,15 +57,15 @@ class SamplingTable:
         floats = [[p.temperature or 1.0, p.top_p, p.min_p] for p in chosen]
         ints = [[p.temperature == 0, min(p.top_k or self.vocab, self.vocab), _signed(p.seed)] for p in chosen]
         rows = torch.tensor(list(self._pending), device=device)
-        self.floats[rows] = torch.tensor(floats, device=device)
-        self.ints[rows] = torch.tensor(ints, dtype=torch.int64, device=device)
+        self.floats[:, rows] = torch.tensor(floats, device=device).T
+        self.ints[:, rows] = torch.tensor(ints, dtype=torch.int64, device=device).T
         self._pending.clear()
 
     def batch(self, rows: Tensor, positions: Tensor, *, any_greedy: bool, any_truncated: bool) -> SamplingBatch:
-        temperature, top_p, min_p = self.floats[rows].unbind(1)
-        greedy, top_k, seed = self.ints[rows].unbind(1)
+        temperature, top_p, min_p = self.floats.index_select(1, rows)
+        greedy, top_k, seed = self.ints.index_select(1, rows)
         return SamplingBatch(
-            temperature=temperature.contiguous(),
+            temperature=temperature,
             greedy=greedy.bool(),
             top_k=top_k,
             top_p=top_p,
@@ -100,7 +103,7 @@ def _invert(probs_BV: Tensor, u_B: Tensor) -> Tensor:
     found, then the token in it: a running sum over everything is slow. Masses of blocks are float32, so that a draw can
     differ from the plain sum's where u lands within 1e-7 of a token's bound."""
     if probs_BV.shape[-1] <= SMALL:
-        cdf_BV = probs_BV.double().cumsum(-1)
+        cdf_BV = probs_BV.cumsum(-1, dtype=torch.float64)
         return _first_above(cdf_BV, u_B * cdf_BV[:, -1])
     vocab = probs_BV.shape[-1]
     if missing := -vocab % BLOCK:
@@ -139,19 +142,26 @@ def truncate(logits_BV: Tensor, batch: SamplingBatch) -> Tensor:
 
 def uniform(seed: Tensor, counter: Tensor) -> Tensor:
     """float64 in [0, 1) from (seed, counter), by two rounds of the splitmix64 finaliser."""
+    if seed.device.type == "cpu":  # numpy's operators take a fraction of the time to call
+        return torch.from_numpy(_bits(seed.numpy(), counter.numpy()) * 2.0**-53)
+    return _bits(seed, counter).double() * 2.0**-53
+
+
+def _bits(seed: Ints, counter: Ints) -> Ints:
+    """53 random ones."""
     mixed = _mix(_mix(seed) + counter * _signed(0x9E3779B97F4A7C15))
-    return (mixed >> 11 & (1 << 53) - 1).double() * 2.0**-53
+    return mixed >> 11 & (1 << 53) - 1
 
 
-def _mix(z: Tensor) -> Tensor:
+def _mix(z: Ints) -> Ints:
     z = z + _signed(0x9E3779B97F4A7C15)
     z = (z ^ _shift(z, 30)) * _signed(0xBF58476D1CE4E5B9)
     z = (z ^ _shift(z, 27)) * _signed(0x94D049BB133111EB)
     return z ^ _shift(z, 31)
 
 
-def _shift(z: Tensor, bits: int) -> Tensor:
-    """Logical right shift; torch's int64 shift drags the sign along."""
+def _shift(z: Ints, bits: int) -> Ints:
+    """Logical right shift; that of int64 drags the sign along."""
     return z >> bits & (1 << 64 - bits) - 1
 
 

@@ -100,6 +100,8 @@ class Scheduler:
 
         Fewer while others wait: a row that ends in between is empty until the next look.
         """
+        if self.run_ahead == 1:
+            return 1
         longest = max((seq.limit - len(seq.tokens) for seq in seqs), default=1)
         steps = max(1, min(self.run_ahead // 4 if self.waiting else self.run_ahead, longest))
         while steps > 1 and self._pages_ahead(seqs, steps) > self.pool.num_available:
@@ -113,13 +115,13 @@ class Scheduler:
 
         Such as where all may end soon, some have ended already, or others wait for a row.
         """
+        if plan.prefill or self.run_ahead == 1 or plan.steps < self.run_ahead or self.waiting:
+            return None
         running = [chunk.seq for chunk in plan.decode if chunk.seq.row >= 0]
         longest = max((seq.limit - len(seq.tokens) - plan.steps for seq in running), default=0)
         steps = min(self.run_ahead, longest)
         few = len(running) < max(self.follow_from, (1 - self.idle_share) * len(plan.decode))
-        if plan.prefill or self.run_ahead == 1 or plan.steps < self.run_ahead or self.waiting or few or steps < 1:
-            return None
-        if self._pages_ahead(running, plan.steps + steps) > self.pool.num_available:
+        if few or steps < 1 or self._pages_ahead(running, plan.steps + steps) > self.pool.num_available:
             return None
         for seq in running:
             self._grow(seq, _end_after(seq, plan.steps + steps))

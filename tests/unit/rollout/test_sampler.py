@@ -8,7 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lockstep.rollout.sampler import SamplingBatch, SamplingTable, _first_above, _invert, sample, truncate, uniform
+from lockstep.rollout.sampler import (
+    SamplingBatch,
+    SamplingTable,
+    _bits,
+    _first_above,
+    _invert,
+    sample,
+    truncate,
+    uniform,
+)
 from lockstep.types import SamplingParams
 
 VOCAB = 40
@@ -190,3 +199,10 @@ def test_uniform_is_even_and_neighbours_are_unrelated() -> None:
     for down, right in ((0, 1), (1, 0), (1, 1), (2, 0), (0, 2), (1, 2)):
         product = centred[: 300 - down, : 300 - right] * centred[down:, right:]
         assert abs(product.mean()) < 4 / math.sqrt(product.numel()), (down, right)
+
+
+@given(seed=st.integers(-(2**63), 2**63 - 1), counter=st.integers(0, 2**40))
+def test_both_libraries_make_the_same_numbers(seed: int, counter: int) -> None:
+    seeds, counters = torch.tensor([seed]), torch.tensor([counter])
+    assert torch.equal(torch.from_numpy(_bits(seeds.numpy(), counters.numpy())), _bits(seeds, counters))
+    assert torch.equal(uniform(seeds, counters), _bits(seeds, counters).double() * 2.0**-53)
