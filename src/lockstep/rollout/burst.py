@@ -191,8 +191,8 @@ class Burst:
 
 
 def batch_sizes(largest: int) -> list[int]:
-    """1, 2, 4, then steps of at most a half and, where rows cost more than launches, a quarter: few to capture, little
-    padding."""
+    """1, 2, 4, 8, then steps of at most a half and, where rows cost more than launches, a quarter: few to capture,
+    little padding."""
     sizes = [1, 2, 4]
     for power in range(3, 20):
         parts = 2 if 2**power < 128 else 4

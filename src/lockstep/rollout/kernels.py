@@ -92,7 +92,7 @@ def _pick(
     tops = tl.load(top_ptr + row * pieces + p, mask=p < pieces, other=float("-inf"))
     top = tl.max(tops, 0)
     masses = tl.load(mass_ptr + row * pieces + p, mask=p < pieces, other=0.0).to(tl.float64)
-    masses = tl.where(masses > 0, masses * tl.exp(tops - top).to(tl.float64), 0.0)
+    masses = tl.where(masses == 0, 0.0, masses * tl.exp(tops - top).to(tl.float64))  # NaN stays, into the log-prob
     below = tl.cumsum(masses, 0)
     total = tl.sum(masses, 0)
     target = _uniform(tl.load(seed_ptr + row), tl.load(position_ptr + row)) * total

@@ -31,14 +31,15 @@ MOST_SPLITS = 32
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """How decode steps are compiled: a program reads `keys` keys and values at a time, `stages` such blocks ahead."""
+    """How decode steps are compiled: a program reads so many keys and values at a time."""
 
     keys: int
     warps: int
-    stages: int
+    stages: int  # Triton's num_stages, of which looking up pages takes half
 
 
-FEW, MANY = Tile(64, 4, 2), Tile(32, 2, 4)  # programs: fewer than four a multiprocessor, and more. Found on an H200
+LARGE, SMALL = Tile(64, 4, 2), Tile(32, 2, 4)  # found on an H200
+SMALL_SUMS = 64 * 128  # values that two warps have registers for
 
 
 def decode(
@@ -58,7 +59,7 @@ def decode(
     splits, common = num_splits(batch * heads, processors), 0
     if shared is not None:
         common = num_splits(triton.cdiv(batch, MEMBERS) * heads, processors)
-    pieces, tile = splits + common, FEW if batch * heads < 4 * processors else MANY
+    pieces, tile = splits + common, choose_tile(batch * heads, processors, (MEMBERS if common else 1) * group, size)
     partial = out if pieces == 1 else query_BHD.new_empty(pieces, batch, num_queries, size + 2, dtype=torch.float32)
     _decode[batch, heads, pieces](
         query_BHD, *cache, pages_BP, lengths_B, *(shared or (None,) * 4), partial, scale * LOG2E, pages_BP.stride(0),
@@ -72,6 +73,11 @@ def decode(
             num_warps=1,
         )  # fmt: skip
     return out
+
+
+def choose_tile(programs: int, processors: int, queries: int, size: int) -> Tile:
+    """Small ones where there are several for each multiprocessor, unless a program's `queries` are too many for it."""
+    return SMALL if programs >= 4 * processors and num_rows(queries) * size <= SMALL_SUMS else LARGE
 
 
 def prefill(
@@ -114,7 +120,7 @@ def _precision(query: Tensor) -> str:
 
 
 @triton.constexpr_function
-def _rows(queries: int) -> int:
+def num_rows(queries: int) -> int:
     """Rows of a tile that hold so many: the tensor cores want 16, Triton a power of two."""
     return max(16, triton.next_power_of_2(queries))
 
@@ -163,7 +169,7 @@ def _decode_piece(
     WHOLE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The queries of up to MEMBERS sequences, from the b-th on, over keys low to high of the same pages."""
-    ROWS: tl.constexpr = _rows(MEMBERS * G)
+    ROWS: tl.constexpr = num_rows(MEMBERS * G)
     r, d, n = tl.arange(0, ROWS), tl.arange(0, D), tl.arange(0, BLOCK_N)
     query_rows = ((b + r // G) * H + h) * G + r % G
     mine = (r // G) < members
@@ -246,7 +252,7 @@ def _few_sums(first, stride, few, pieces, d):
 def _weighted(first, stride, few, pieces, sums, top, D: tl.constexpr):
     """What some pieces add. Whatever lies where an empty one's sum would be is left out."""
     weight = tl.exp2(tl.load(first + few * stride + D, mask=few < pieces, other=float("-inf")) - top)[:, None]
-    return tl.sum(tl.where(weight > 0, weight * sums, 0.0), 0)
+    return tl.sum(weight * tl.where(weight > 0, sums, 0.0), 0)
 
 
 @triton.jit(  # a step's sequences lie anywhere among those of its other segment: nothing is compiled anew for that
@@ -283,5 +289,5 @@ def _prefill(
             top, mass, acc = _add_block(
                 q, k_ptr, v_ptr, ks_ptr, vs_ptr, row, d, place < high, seen, scale, top, mass, acc, D, PRECISION
             )
-        acc = acc / mass[:, None]
+        acc = acc / tl.where(mass > 0, mass, 1.0)[:, None]  # a padded query may see no key of its window
         tl.store(out_ptr + query_rows[:, None] + d, acc.to(out_ptr.dtype.element_ty), mask=(m < count)[:, None])

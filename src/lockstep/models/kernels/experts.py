@@ -1,7 +1,7 @@
-"""The experts of a mixture at decode sizes: few rows for each expert, so that reading the weights is what takes time.
+"""The experts of a mixture. Rows are grouped by expert without sorting: every expert counts and places its own.
 
-Rows are grouped by expert without sorting (every expert counts and places its own), gathered by the first product and
-put back by the second: no row is copied. Weights are the left operand, so that the wide side of the tensor cores is
+At decode sizes there are few rows for each expert, so that reading the weights is what takes time. The products for
+that gather rows themselves, the first one, and put them back, the second: no row is copied. Weights are the left operand, so that the wide side of the tensor cores is
 filled by outputs.
 
 Shapes: N tokens, k experts per token, E experts, R = N*k rows, I inputs, O outputs.
@@ -20,7 +20,7 @@ MOST_ROWS = 64  # for each expert on average; above, the library's grouped produ
 
 
 def group(ids_Nk: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """(rows in the order of their experts [R], where each expert's begin [E + 1])."""
+    """(rows in the order of their experts [R], where each expert's begin [E + 1]). All ids are below E."""
     num_rows = ids_Nk.numel()
     ids = ids_Nk.contiguous()
     offsets = torch.zeros(num_experts + 1, dtype=torch.int32, device=ids.device)
