@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import pytest
@@ -154,8 +155,19 @@ def test_low_bit_products(rows: int, compiled: list[str]) -> None:
     triton_four.w4a8_fp8_matmul(codes(rows, 4096, dtype=E4M3), one, *four_bit_weight(), BF16)
     for dtype in (BF16, torch.float16):
         triton_four.w4a16_matmul(torch.zeros(rows, 4096, dtype=dtype), *four_bit_weight(), dtype)
-    assert set(compiled) == {"_eight_bit", "_four_bit"}
-    assert compiled.count("_four_bit") == 4
+    wide = rows > 64  # a kernel of its own for bfloat16 times 4-bit weights
+    assert set(compiled) == {"_eight_bit", "_four_bit", *["_wide"] * wide}
+    assert compiled.count("_four_bit") == 4 - wide
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float32])
+def test_4_bit_weights_times_up_to_256_rows(dtype: torch.dtype, compiled: list[str]) -> None:
+    from lockstep.quant.kernels import triton_four
+
+    for rows in (65, 128, 192, 256):
+        triton_four.w4a16_matmul(torch.zeros(rows, 4096, dtype=BF16), *four_bit_weight(), dtype)
+    triton_four.w4a16_matmul(torch.zeros(128, 1088, dtype=BF16), *four_bit_weight(), dtype)  # no multiple of 128
+    assert compiled == ["_wide"] * 4 + ["_four_bit"]
 
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float32])
@@ -168,6 +180,20 @@ def test_low_bit_products_of_many_rows(dtype: torch.dtype, compiled: list[str]) 
     triton_four.w4a8_matmul(codes(2048, 4096, dtype=torch.int8), one, *four_bit_weight(), dtype)
     triton_four.w4a8_fp8_matmul(codes(2048, 4096, dtype=E4M3), one, *four_bit_weight(), dtype)
     assert compiled == ["_fp8_blocks"] * 2 + ["_four_bits"] * 2
+
+
+@pytest.mark.parametrize("rows", [65, 160, 256])
+def test_work_is_dealt_out_evenly(rows: int) -> None:
+    from lockstep.quant.kernels.gluon_four import deal
+    from lockstep.quant.kernels.triton_configs import wide_tile
+
+    tile = wide_tile(rows)
+    assert tile
+    for N, K, processors in product((1, 128, 5000, 16896, 151_936), (128, 1408, 12288), (78, 132)):
+        work = deal(tile, rows, N, K, processors)
+        rest = work.tiles - work.rounds * work.programs
+        assert rest * work.pieces <= work.programs <= processors
+        assert (work.pieces - 1) * work.share < K // 128 <= work.pieces * work.share
 
 
 @pytest.mark.parametrize("rows", [16, 256])

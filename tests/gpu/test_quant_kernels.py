@@ -23,7 +23,7 @@ PRODUCTS = {
     "w4a8_matmul": 1e-6,
     "w4a8_fp8_matmul": 5e-4,
 }
-# w4a16 cuts K into other parts for more than 64 rows.
+# w4a16 cuts K into parts that depend on the number of rows above 64.
 ROW_BY_ROW = ("int8_matmul", "fp8_matmul", "fp8_block_matmul", "w4a8_matmul", "w4a8_fp8_matmul")
 
 
@@ -215,6 +215,19 @@ def test_4_bit_weights_times_16_bit_rows_equal_the_reference(rows: int, K: int) 
         assert distance(result, reference.w4a16_matmul(x, packed, scales, torch.float32)) <= 1e-5
 
 
+# Tiles that go round once and more, tiles in 1, 2, 4 and more pieces, and a last piece that is shorter.
+@pytest.mark.parametrize(("N", "K"), [(70, 128), (1000, 384), (777, 1408), (2816, 4096), (4096, 12288), (17050, 1024)])
+def test_65_to_256_rows_of_w4a16_equal_the_reference(N: int, K: int) -> None:
+    """And give the same each time: pieces of K are added in their order, whichever is done first."""
+    packed, scales = weight_of("w4a16_matmul", N, K)
+    for rows in (65, 100, 128, 129, 192, 193, 256):
+        x = torch.randn(rows, K, device="cuda").bfloat16()
+        results = [fast("w4a16_matmul")(x, packed, scales, torch.float32) for _ in range(3)]
+        assert distance(results[0], reference.w4a16_matmul(x, packed, scales, torch.float32)) <= 2e-5, rows
+        assert all(torch.equal(result, results[0]) for result in results), rows
+        assert torch.equal(fast("w4a16_matmul")(x, packed, scales, torch.bfloat16), results[0].bfloat16()), rows
+
+
 @pytest.mark.parametrize("operation", ROW_BY_ROW)
 def test_an_experts_row_does_not_depend_on_the_others(operation: str) -> None:
     x, weight = rows_of(operation, 400, 2048), weight_of(operation, 2, 256, 2048)
@@ -243,9 +256,9 @@ def test_stacked_weights_give_the_products_of_their_parts(operation: str, rows: 
     assert torch.equal(whole, apart)
 
 
-@pytest.mark.parametrize("operation", PRODUCTS)
-def test_replays_of_a_graph_give_the_same(operation: str) -> None:
-    x, weight = rows_of(operation, 16, 4096), weight_of(operation, 1024, 4096)
+@pytest.mark.parametrize(("operation", "rows"), [*product(PRODUCTS, (16,)), ("w4a16_matmul", 160)])
+def test_replays_of_a_graph_give_the_same(operation: str, rows: int) -> None:
+    x, weight = rows_of(operation, rows, 4096), weight_of(operation, 1024, 4096)
     expected = fast(operation)(*x, *weight, torch.bfloat16)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

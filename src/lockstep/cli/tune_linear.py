@@ -26,9 +26,9 @@ Job = tuple[str, int, int, Tile]
 
 
 def cases() -> Iterator[Case]:
-    """The last number of rows is a learner's. Above LIBRARY_ABOVE and MANY_ABOVE no tile runs."""
+    """The last number of rows is a learner's. Above LIBRARY_ABOVE, MANY_ABOVE and WIDE_ABOVE no tile runs."""
     for kind in KINDS:
-        most = (configs.LIBRARY_ABOVE | configs.MANY_ABOVE).get(kind, 2048)
+        most = (configs.LIBRARY_ABOVE | configs.MANY_ABOVE | configs.WIDE_ABOVE).get(kind, 2048)
         yield from product((kind,), (rows for rows in (16, 32, 64, 128, 256, 2048) if rows <= most), (0,))
         yield from product((kind,), (16, 64, 256, 2048), (bench.EXPERTS,))
 

@@ -11,6 +11,7 @@ from lockstep.quant.kernels.triton_tiles import WARP_GROUPS, Tile
 ANY = 1 << 40
 LIBRARY_ABOVE = {"fp8": 128, "w4a16": 256}  # rows from which a library's product is faster; w4a16 decodes for it
 MANY_ABOVE = {"fp8_block": 128, "w4a8": 512}  # rows from which the kernels of `gluon_many` are, for one weight
+WIDE_ABOVE = {"w4a16": 64}  # rows from which `gluon_four` is, for one weight in bfloat16
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +21,22 @@ class ManyTile:
     rows: int
     outputs: int
     stages: int  # steps of K loaded ahead
+
+
+@dataclass(frozen=True, slots=True)
+class WideTile:
+    """How `gluon_four` is compiled: weights are decoded once for both numbers of rows, which are powers of two.
+
+    How many rows a tile has changes how K is cut; the stages change no result.
+    """
+
+    rows: int
+    more_rows: int
+    stages: int  # steps of K loaded ahead
+
+    @property
+    def all_rows(self) -> int:
+        return self.rows + self.more_rows
 
 
 # Up to so many rows → tile.
@@ -84,6 +101,12 @@ MANY: dict[str, dict[int, ManyTile]] = {
         ANY: ManyTile(128, 128, 5),
     },
 }
+# Above WIDE_ABOVE, up to so many rows → tile.
+WIDE: dict[int, WideTile] = {
+    128: WideTile(128, 0, 5),
+    192: WideTile(128, 64, 3),
+    256: WideTile(128, 0, 5),
+}
 LIKE = {"fp8_block": "fp8", "w4a8_fp8": "w4a8"}  # tuned together
 
 
@@ -103,3 +126,10 @@ def many_tile(kind: str, rows: int) -> ManyTile | None:
     if not WARP_GROUPS or rows <= MANY_ABOVE[kind]:
         return None
     return next(tile for most, tile in MANY[kind].items() if rows <= most)
+
+
+def wide_tile(rows: int) -> WideTile | None:
+    """The tile of `gluon_four` for `rows` of one weight; None: they are too few or too many, or it is not a Hopper."""
+    if not WARP_GROUPS or rows <= WIDE_ABOVE["w4a16"]:
+        return None
+    return next((tile for most, tile in WIDE.items() if rows <= most), None)

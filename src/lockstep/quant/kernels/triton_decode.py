@@ -1,6 +1,6 @@
-"""Four bytes of 4-bit codes to 8 bits, as assembly for Triton's and Gluon's `inline_asm_elementwise`.
+"""4-bit codes to 8 and to 16 bits, as assembly for Triton's and Gluon's `inline_asm_elementwise`.
 
-A byte holds two codes, each plus 8. Operands: registers for the low codes and for the high ones, and that of the bytes.
+A byte holds two codes, each plus 8.
 """
 
 # pyright: reportMissingImports=false
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import triton.language as tl
 
+# Four bytes to 8 bits. Operands: registers for the low codes and for the high ones, and that of the bytes.
 OPERANDS = tl.constexpr("=&r,=&r,r")
 # 16·code in int8: a nibble at the top of a byte with its first bit flipped.
 TO_INT8 = tl.constexpr("""{
@@ -30,4 +31,26 @@ TO_E4M3 = tl.constexpr("""{
     lop3.b32 magnitude, shifted, positive, 0x07070707, 0x82;
     lop3.b32 negative, positive, 0x81818181, 0, 0x0C;
     add.u32 $1, magnitude, negative;
+}""")
+# Two bytes to their low or their high codes, times the scale and 2^-33, in bfloat16: see triton_four._to_half.
+# Operands: the results; the bytes; and, twice in a register each, the scale of such nibbles and that of their excess.
+TO_LOW = tl.constexpr("""{
+    .reg .b32 both;
+    cvt.u32.u16 both, $2;
+    prmt.b32 both, both, 0, 0x4140;
+    and.b32 both, both, 0x000F000F;
+    fma.rn.bf16x2 both, both, $3, $4;
+    mov.b32 {$0, $1}, both;
+}""")
+TO_HIGH = tl.constexpr(TO_LOW.value.replace("0x000F000F", "0x00F000F0"))
+# A float32 scale, which is a bfloat16 value, to these: for nibbles at bit 0, at bit 4, and the excess. All are exact.
+TO_SCALES = tl.constexpr("""{
+    .reg .b32 twice, low, high, excess;
+    prmt.b32 twice, $3, 0, 0x3232;
+    mov.b32 low, 0x71807180;
+    mov.b32 high, 0x6F806F80;
+    mov.b32 excess, 0xB080B080;
+    mul.rn.bf16x2 $0, twice, low;
+    mul.rn.bf16x2 $1, twice, high;
+    mul.rn.bf16x2 $2, twice, excess;
 }""")

@@ -18,8 +18,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
-from lockstep.quant.kernels import gluon_many
-from lockstep.quant.kernels.triton_configs import LIBRARY_ABOVE, many_tile, max_chunks, tile_for
+from lockstep.quant.kernels import gluon_four, gluon_many
+from lockstep.quant.kernels.triton_configs import LIBRARY_ABOVE, many_tile, max_chunks, tile_for, wide_tile
 from lockstep.quant.kernels.triton_decode import OPERANDS, TO_E4M3, TO_INT8
 from lockstep.quant.kernels.triton_tiles import GROUP, INTERPRETED, Plan, chunk_of, finish, locate, make_plan
 from lockstep.quant.kernels.triton_weights import dequantize_int4
@@ -51,6 +51,9 @@ def w4a16_matmul(x: Tensor, packed: Tensor, scales: Tensor, dtype: torch.dtype) 
     """
     if len(x) > LIBRARY_ABOVE["w4a16"] and dtype == x.dtype:
         return F.linear(x, dequantize_int4(packed, scales, x.shape[1], dtype))
+    tile = wide_tile(len(x))
+    if tile and x.dtype == torch.bfloat16 and x.shape[1] % GROUP == 0:
+        return gluon_four.w4a16_matmul(x, packed, scales, dtype, tile)
     return four_bit(x, None, None, packed, scales, dtype)
 
 

@@ -89,7 +89,7 @@ class Plan:
             return None, None
         tiles = self.row_tiles * self.output_tiles
         size = tiles * self.chunks * self.tile.rows * self.tile.outputs
-        return torch.empty(size, dtype=dtype, device=device), _counters(device)
+        return torch.empty(size, dtype=dtype, device=device), counters(device)
 
 
 def cdiv(a: int, b: int) -> int:
@@ -121,7 +121,7 @@ _local = threading.local()
 _lasting: list[Tensor] = []  # all counters there are: a captured step uses those of its thread, which may have ended
 
 
-def _counters(device: torch.device) -> Tensor:
+def counters(device: torch.device) -> Tensor:
     """Zeros that each launch leaves as zeros. One set per thread: two threads may use two streams at the same time."""
     if not hasattr(_local, "counters"):
         _local.counters = {}
