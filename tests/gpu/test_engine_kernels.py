@@ -43,6 +43,7 @@ pytestmark = [
 DTYPES = [torch.float32, *([torch.bfloat16] if DEVICE.type == "cuda" else [])]
 ERROR = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 PAGES, PAGE = 40, 16
+CUTS = [(1, "LARGE"), (1, "SMALL"), (2, "LARGE"), (8, "SMALL")]
 COMMON = {
     "vocab_size": 261,
     "hidden_size": 64,
@@ -72,6 +73,14 @@ def cache_of(heads: int, size: int, dtype: torch.dtype) -> KVCache:
     return cache
 
 
+def cut(splits: int, tile: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decode attention computes keys in so many pieces, by that tile, whatever the batch."""
+    from lockstep.models.kernels import attention
+
+    monkeypatch.setattr(attention, "num_splits", lambda programs, processors: splits)
+    monkeypatch.setattr(attention, "choose_tile", lambda *of: getattr(attention, tile))
+
+
 def assert_attends(cache: KVCache, segment: Segment, query: Tensor, window: int | None) -> None:
     pages = cache.layer(0)
     step = PagedStep(cache=cache, slots=torch.empty(0), segments=[segment])
@@ -84,14 +93,12 @@ def assert_attends(cache: KVCache, segment: Segment, query: Tensor, window: int 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("heads", "group", "size"), [(2, 2, 16), (1, 4, 128), (2, 1, 64), (1, 20, 32)])
 @pytest.mark.parametrize("window", [None, 20])
-@pytest.mark.parametrize("splits", [1, 2, 8])
+@pytest.mark.parametrize(("splits", "tile"), CUTS)
 def test_decode_attention(
-    dtype: torch.dtype, heads: int, group: int, size: int, window: int | None, splits: int,
+    dtype: torch.dtype, heads: int, group: int, size: int, window: int | None, splits: int, tile: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    from lockstep.models.kernels import attention
-
-    monkeypatch.setattr(attention, "num_splits", lambda programs, processors: splits)
+    cut(splits, tile, monkeypatch)
     segment = Segment(slice(0, 3), pages_of(3).to(DEVICE), torch.tensor([150, 0, 77], device=DEVICE))
     query = torch.randn(3, heads * group, size, device=DEVICE).to(dtype)
     assert_attends(cache_of(heads, size, dtype), segment, query, window)
@@ -136,14 +143,12 @@ def test_8_bit_pages_are_written_as_torch_would(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("heads", "group", "size"), [(2, 2, 16), (1, 4, 128), (1, 20, 32)])
-@pytest.mark.parametrize("splits", [1, 2, 8])
+@pytest.mark.parametrize(("splits", "tile"), CUTS)
 def test_neighbours_read_what_they_share_once(
-    dtype: torch.dtype, heads: int, group: int, size: int, splits: int, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, heads: int, group: int, size: int, splits: int, tile: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Groups of 8, 2 and 1; what is only read through the first member's pages is wrong in the others'."""
-    from lockstep.models.kernels import attention
-
-    monkeypatch.setattr(attention, "num_splits", lambda programs, processors: splits)
+    cut(splits, tile, monkeypatch)
     cache = cache_of(heads, size, dtype)
     pages = torch.stack([pages_of(3)[min(i // 8, 1)] for i in range(11)]).to(DEVICE)
     pages[:, 6:] = torch.arange(11, device=DEVICE)[:, None] + torch.arange(6, device=DEVICE)
@@ -202,7 +207,7 @@ def test_bursts_that_follow_each_other_draw_what_single_steps_draw(monkeypatch: 
         torch.testing.assert_close(torch.tensor(done[uid].logp), torch.tensor(expected.logp), atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("vocab", [50, 2048, 5000])
+@pytest.mark.parametrize("vocab", [50, 4096, 4097, 9000])
 def test_draws_are_those_of_the_reference(vocab: int) -> None:
     generator = torch.Generator().manual_seed(2)
     logits = torch.randn(64, vocab, generator=generator) * 3
@@ -213,7 +218,7 @@ def test_draws_are_those_of_the_reference(vocab: int) -> None:
         top_k=torch.full((64,), vocab),
         top_p=torch.ones(64),
         min_p=torch.zeros(64),
-        seed=torch.arange(64),
+        seed=torch.randint(-(2**63), 2**63 - 1, (64,), generator=generator),
         position=torch.arange(64) * 7,
         any_greedy=True,
         any_truncated=False,
@@ -228,6 +233,10 @@ def test_draws_are_those_of_the_reference(vocab: int) -> None:
     expected[5] = logits[5].argmax()
     assert torch.equal(tokens.cpu(), expected)
     torch.testing.assert_close(logp.cpu(), reference.gather(1, expected[:, None])[:, 0], atol=1e-5, rtol=0)
+    logits[:, vocab // 2] = torch.nan
+    tokens, logp = sample(logits.to(DEVICE), moved)
+    assert logp.isnan().all()
+    assert ((tokens >= 0) & (tokens < vocab)).all()
 
 
 def test_rows_that_lie_by_expert_are_combined_by_token() -> None:

@@ -71,18 +71,27 @@ def numbers(*shape: int) -> Tensor:
 
 
 @pytest.mark.parametrize("cache", [BF16, E4M3])
-@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize(("splits", "tile"), [(1, "LARGE"), (1, "SMALL"), (4, "LARGE"), (4, "SMALL")])
 @pytest.mark.parametrize("shared", [False, True])
 def test_decode_attention(
-    cache: torch.dtype, splits: int, shared: bool, monkeypatch: pytest.MonkeyPatch, compiled: list[str]
+    cache: torch.dtype, splits: int, tile: str, shared: bool, monkeypatch: pytest.MonkeyPatch, compiled: list[str]
 ) -> None:
     from lockstep.models.kernels import attention
     from lockstep.models.paged import Shared
 
     monkeypatch.setattr(attention, "num_splits", lambda programs, processors: splits)
+    monkeypatch.setattr(attention, "choose_tile", lambda *of: getattr(attention, tile))
     query, groups = torch.zeros(16, HEADS * GROUP, SIZE, dtype=BF16), Shared(*numbers(4, 16)) if shared else None
     attention.decode(query, pages(cache), numbers(16, 4), numbers(16), 0.1, None, groups)
     assert compiled == ["_decode"] + ["_combine"] * (splits > 1 or shared)
+
+
+def test_small_tiles_hold_small_sums() -> None:
+    """Two warps have no registers for 8 members of 16 queries each."""
+    from lockstep.models.kernels import attention
+
+    assert attention.choose_tile(2048, 132, 4, 128) == attention.choose_tile(2048, 132, 8 * 8, 128) == attention.SMALL
+    assert attention.choose_tile(2048, 132, 8 * 16, 128) == attention.choose_tile(256, 132, 4, 128) == attention.LARGE
 
 
 @pytest.mark.parametrize("cache", [BF16, E4M3])

@@ -14,7 +14,6 @@ Shapes: B sequences, N tokens, H key/value heads, G queries per key/value head, 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 import triton
@@ -23,7 +22,7 @@ from torch import Tensor
 
 from lockstep.models.kv import Pages
 from lockstep.models.paged import MEMBERS, Shared
-from lockstep.quant.kernels.triton_tiles import DEPENDENT, await_inputs, let_next_start
+from lockstep.quant.kernels.triton_tiles import DEPENDENT, await_inputs, let_next_start, multiprocessors
 
 LOG2E = 1.4426950408889634
 MOST_SPLITS = 32
@@ -108,11 +107,6 @@ def prefill(
 def num_splits(programs: int, processors: int) -> int:
     """Into how many pieces keys are cut so that a small batch still fills the device: a power of two."""
     return min(MOST_SPLITS, triton.next_power_of_2(max(1, 4 * processors // programs)))
-
-
-@cache
-def multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 def _precision(query: Tensor) -> str:

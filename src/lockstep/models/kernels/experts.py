@@ -1,8 +1,8 @@
 """The experts of a mixture. Rows are grouped by expert without sorting: every expert counts and places its own.
 
 At decode sizes there are few rows for each expert, so that reading the weights is what takes time. The products for
-that gather rows themselves, the first one, and put them back, the second: no row is copied. Weights are the left operand, so that the wide side of the tensor cores is
-filled by outputs.
+that gather rows themselves, the first one, and put them back, the second: no row is copied. Weights are the left
+operand, so that the wide side of the tensor cores is filled by outputs.
 
 Shapes: N tokens, k experts per token, E experts, R = N*k rows, I inputs, O outputs.
 """

@@ -33,7 +33,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from lockstep.quant.kernels.triton_configs import WideTile
 from lockstep.quant.kernels.triton_decode import TO_HIGH, TO_LOW, TO_SCALES
-from lockstep.quant.kernels.triton_tiles import GROUP, MULTIPROCESSORS, cdiv, counters
+from lockstep.quant.kernels.triton_tiles import GROUP, cdiv, counters, multiprocessors
 
 STEP, HALF = gl.constexpr(GROUP), gl.constexpr(GROUP // 2)
 PAIRS = gl.constexpr(GROUP // 4)  # of bytes, in a step of one output
@@ -79,7 +79,7 @@ def w4a16_matmul(x: Tensor, packed: Tensor, scales: Tensor, dtype: torch.dtype, 
     (M, K), N = x.shape, len(packed)
     x, codes = x.contiguous(), packed.contiguous().view(torch.int16)
     y = torch.empty(M, N, dtype=dtype, device=x.device)
-    work = deal(tile, M, N, K, _processors(x.device))
+    work = deal(tile, M, N, K, multiprocessors(x.device))
     sums = torch.empty(work.cut * work.pieces * OUTPUTS.value * tile.all_rows, dtype=torch.float32, device=x.device)
     x_tiles = TensorDescriptor.from_tensor(x, [tile.rows, HALF.value], _ROWS)
     more_tiles = TensorDescriptor.from_tensor(x, [tile.more_rows, HALF.value], _ROWS) if tile.more_rows else None
@@ -90,10 +90,6 @@ def w4a16_matmul(x: Tensor, packed: Tensor, scales: Tensor, dtype: torch.dtype, 
         **_COMPILED,
     )  # fmt: skip
     return y
-
-
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else MULTIPROCESSORS
 
 
 @gluon.jit(do_not_specialize=["M", "steps", "row_tiles", "tiles", "rounds", "pieces", "share"])

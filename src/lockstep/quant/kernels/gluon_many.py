@@ -30,7 +30,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from lockstep.quant.kernels.triton_configs import ManyTile
 from lockstep.quant.kernels.triton_decode import OPERANDS, TO_E4M3, TO_INT8
-from lockstep.quant.kernels.triton_tiles import MULTIPROCESSORS, cdiv
+from lockstep.quant.kernels.triton_tiles import cdiv, multiprocessors
 
 STEP, HALF, LINES = gl.constexpr(128), gl.constexpr(64), gl.constexpr(64)
 BAND = gl.constexpr(16)  # tiles of lines that are computed side by side
@@ -49,7 +49,7 @@ def fp8_block_matmul(
     x_tiles = TensorDescriptor.from_tensor(xq, [LINES.value, STEP.value], _BYTES)
     w_tiles = TensorDescriptor.from_tensor(wq, [tile.outputs, STEP.value], _BYTES)
     tiles = cdiv(M, tile.rows), cdiv(N, tile.outputs)
-    programs, chunks = min(MULTIPROCESSORS, tiles[0] * tiles[1]), cdiv(K, chunk)
+    programs, chunks = min(multiprocessors(xq.device), tiles[0] * tiles[1]), cdiv(K, chunk)
     totals = torch.empty(programs * tile.rows * tile.outputs if chunks > 1 else 1, device=xq.device)
     _fp8_blocks[(programs,)](
         x_tiles, w_tiles, sx, sw, y, totals, M, N, cdiv(K, STEP.value), chunks, chunk // STEP.value, *tiles,
@@ -69,7 +69,7 @@ def w4a8_matmul(
     w_tiles = TensorDescriptor.from_tensor(packed, [LINES.value, HALF.value], _NIBBLES)
     x_tiles = TensorDescriptor.from_tensor(xq, [tile.rows, STEP.value], _BYTES)
     tiles = cdiv(N, tile.outputs), cdiv(M, tile.rows)
-    _four_bits[(min(MULTIPROCESSORS, tiles[0] * tiles[1]),)](
+    _four_bits[(min(multiprocessors(xq.device), tiles[0] * tiles[1]),)](
         w_tiles, x_tiles, sx, scales, y, M, N, K // STEP.value, cdiv(K, chunk), chunk // STEP.value, *scales.stride(),
         *tiles, COLUMNS=tile.rows, STAGES=tile.stages, **_COMPILED,
     )  # fmt: skip

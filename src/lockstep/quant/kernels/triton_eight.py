@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lockstep.quant.kernels import cuda, gluon_many
+from lockstep.quant.kernels import cuda
 from lockstep.quant.kernels.triton_configs import LIBRARY_ABOVE, many_tile, tile_for
 from lockstep.quant.kernels.triton_tiles import (
     DEPENDENT,
@@ -45,6 +45,8 @@ def fp8_block_matmul(xq: Tensor, sx: Tensor, wq: Tensor, sw: Tensor, dtype: torc
     """e4m3 [M, K] and [N, K], scales [M, K/128] and [N/128, K/128] rounded up, to [M, N]."""
     K, tile = xq.shape[1], many_tile("fp8_block", len(xq))
     if tile and K % 16 == 0:
+        from lockstep.quant.kernels import gluon_many  # Gluon is experimental: nobody else depends on it
+
         return gluon_many.fp8_block_matmul(xq, sx, wq, sw, dtype, chunk_of(K, K // SMALLEST_CHUNK), tile)
     return eight_bit("fp8_block", xq, sx, None, wq, sw, dtype)
 

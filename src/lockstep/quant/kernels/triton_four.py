@@ -18,7 +18,6 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
-from lockstep.quant.kernels import gluon_four, gluon_many
 from lockstep.quant.kernels.triton_configs import LIBRARY_ABOVE, many_tile, max_chunks, tile_for, wide_tile
 from lockstep.quant.kernels.triton_decode import OPERANDS, TO_E4M3, TO_INT8
 from lockstep.quant.kernels.triton_tiles import GROUP, INTERPRETED, Plan, chunk_of, finish, locate, make_plan
@@ -53,6 +52,8 @@ def w4a16_matmul(x: Tensor, packed: Tensor, scales: Tensor, dtype: torch.dtype) 
         return F.linear(x, dequantize_int4(packed, scales, x.shape[1], dtype))
     tile = wide_tile(len(x))
     if tile and x.dtype == torch.bfloat16 and x.shape[1] % GROUP == 0:
+        from lockstep.quant.kernels import gluon_four  # Gluon is experimental: nobody else depends on it
+
         return gluon_four.w4a16_matmul(x, packed, scales, dtype, tile)
     return four_bit(x, None, None, packed, scales, dtype)
 
@@ -61,6 +62,8 @@ def w4a8_matmul(xq: Tensor, sx: Tensor, packed: Tensor, scales: Tensor, dtype: t
     """int8 [M, K] with scales [M]; the weight as in w4a16_matmul."""
     (M, K), tile = xq.shape, many_tile("w4a8", len(xq))
     if tile and K % GROUP == 0:
+        from lockstep.quant.kernels import gluon_many
+
         return gluon_many.w4a8_matmul(xq, sx, packed, scales, dtype, chunk_of(K, _chunks("w4a8", M, K)), tile)
     return four_bit(xq, sx, None, packed, scales, dtype)
 

@@ -16,6 +16,7 @@ import math
 import os
 import threading
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 import triton
@@ -90,6 +91,12 @@ class Plan:
         tiles = self.row_tiles * self.output_tiles
         size = tiles * self.chunks * self.tile.rows * self.tile.outputs
         return torch.empty(size, dtype=dtype, device=device), counters(device)
+
+
+@cache
+def multiprocessors(device: torch.device) -> int:
+    """Without a GPU, as where kernels are only compiled: an H200's."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else MULTIPROCESSORS
 
 
 def cdiv(a: int, b: int) -> int:
