@@ -139,6 +139,8 @@ def out_of_memory() -> None:
 
 
 def test_memory_of_an_engine_that_is_gone_is_free() -> None:
+    gc.collect()
+    torch.cuda.empty_cache()  # of tests before
     before = free()
     memory = Releasable(DEVICE)
     tensor = memory.zeros(2**28, dtype=torch.uint8)

@@ -103,7 +103,9 @@ MANY: dict[str, dict[int, ManyTile]] = {
 }
 # Above WIDE_ABOVE, up to so many rows → tile.
 WIDE: dict[int, WideTile] = {
+    96: WideTile(64, 32, 6),
     128: WideTile(128, 0, 5),
+    160: WideTile(128, 32, 4),
     192: WideTile(128, 64, 3),
     256: WideTile(128, 0, 5),
 }
