@@ -89,12 +89,13 @@ class Workload:
         return [(prompts[i // self.samples], n) for i, n in enumerate(lengths)]
 
     def limit_seconds(self, config: PreTrainedConfig, weight_bytes: int, vocab: int) -> float:
-        """Of decoding: the weights and every live key and value read once a step, everyone from the first step on."""
+        """Of decoding: the weights and every live key and value read once a step, everyone from the first step on. A
+        prompt's are live, once for all of its answers, until the longest of these ends."""
         text: Any = config.get_text_config()
         token_bytes = 2 * 2 * text.num_hidden_layers * text.num_key_value_heads * text.head_dim
-        lengths = torch.tensor([n for _, n in self.requests(vocab)])
+        lengths = torch.tensor([n for _, n in self.requests(vocab)]).view(self.prompts, self.samples)
         read = weight_bytes * int(lengths.max())
-        read += token_bytes * int((lengths * self.length + lengths * (lengths + 1) // 2).sum())
+        read += token_bytes * int(self.length * lengths.amax(1).sum() + (lengths * (lengths + 1) // 2).sum())
         return read / BYTES_PER_S
 
 

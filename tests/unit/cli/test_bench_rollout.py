@@ -42,6 +42,16 @@ def test_the_limit_counts_weights_and_live_keys_and_values() -> None:
     assert workload.limit_seconds(config, 1_000_000, 1000) == pytest.approx(read / 4.24e12)
 
 
+def test_the_limit_counts_a_prompt_once_while_any_of_its_answers_lives() -> None:
+    workload, config = WORKLOADS["8x4x16+32"], SHAPES["tiny"].config(64)
+    token_bytes, lengths = 2 * 2 * 2 * 2 * 32, [n for _, n in workload.requests(512)]
+    tokens = 0
+    for step in range(1, max(lengths) + 1):
+        tokens += sum(step for n in lengths if n >= step)
+        tokens += sum(16 for first in range(0, 32, 4) if max(lengths[first : first + 4]) >= step)
+    assert workload.limit_seconds(config, 0, 512) == pytest.approx(tokens * token_bytes / 4.24e12)
+
+
 def test_a_table_compares_with_vllm() -> None:
     def result(engine: str, seconds: float) -> Result:
         return Result(engine, "w", 1000, seconds, 0.5, 0.25, 11, 1.0, 2.0, None)
