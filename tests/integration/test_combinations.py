@@ -23,6 +23,11 @@ CASES = {
         "rollout.step_tokens=16",
         "rollout.kv_gib=0.00002",
     ],
+    "moe in low bits, recomputed": [
+        "model.init.experts=4",
+        'rollout.precision="w4a16"',
+        "learner.activation_checkpointing=true",
+    ],
     "moe, ahead by one": ["model.init.experts=4", "train.max_staleness=1", 'rollout.update="reprefill"'],
     "dapo, several updates": ['algorithm.surrogate="dapo"', "learner.mini_steps=2", "learner.epochs=2"],
     "ppo with a value head": ['algorithm.surrogate="ppo"', "learner.mini_steps=2"],

@@ -42,7 +42,7 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (dy,) = grads
         wants_x, wants_weight, *_ = ctx.needs_input_grad
-        rows, encoded = _saved(ctx)
+        rows, encoded, _ = _saved(ctx)
         dx = dy @ ctx.format.dequantize(encoded, dy.dtype) if wants_x else None
         dw = (dy.mT @ ctx.format.decode_input(rows, dy.dtype)).to(ctx.weight_dtype) if wants_weight else None
         return dx, dw, None, None
@@ -59,8 +59,7 @@ class _Grouped(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (dy,) = grads
         wants_x, _, wants_weight, *_ = ctx.needs_input_grad
-        rows, encoded = _saved(ctx)
-        offsets = ctx.saved_tensors[-1]
+        rows, encoded, (offsets,) = _saved(ctx)
         dx = rows_by_expert(dy, offsets, ctx.format.dequantize(encoded, dy.dtype)) if wants_x else None
         x = ctx.format.decode_input(rows, dy.dtype) if wants_weight else None
         dw = None if x is None else weights_by_expert(dy, x, offsets).to(ctx.weight_dtype)
@@ -74,9 +73,10 @@ def _save(
     ctx.shape, ctx.format, ctx.weight_dtype, ctx.num_rows = encoded.shape, format, dtype, len(rows)
 
 
-def _saved(ctx: Any) -> tuple[tuple[Tensor, ...], Encoded]:
+def _saved(ctx: Any) -> tuple[tuple[Tensor, ...], Encoded, tuple[Tensor, ...]]:
+    """Encoded input, weight, and what else was saved: read once, for activation checkpointing allows no more."""
     codes, scales, *rest = ctx.saved_tensors
-    return tuple(rest[: ctx.num_rows]), Encoded(codes, scales, ctx.shape)
+    return tuple(rest[: ctx.num_rows]), Encoded(codes, scales, ctx.shape), tuple(rest[ctx.num_rows :])
 
 
 def rows_by_expert(dy: Tensor, offsets: Tensor, weight: Tensor) -> Tensor:
