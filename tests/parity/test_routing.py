@@ -9,7 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from transformers import PhimoeConfig, PhimoeForCausalLM, PreTrainedModel
+from transformers import (
+    DbrxConfig,
+    DbrxForCausalLM,
+    JetMoeConfig,
+    JetMoeForCausalLM,
+    PhimoeConfig,
+    PhimoeForCausalLM,
+    PreTrainedModel,
+)
 
 from engine_support import ask, engine_core, finish, prompt, small
 from lockstep.config import ConfigError
@@ -78,9 +86,33 @@ def phimoe() -> PreTrainedModel:
     return PhimoeForCausalLM(PhimoeConfig(**sizes, num_attention_heads=4, num_key_value_heads=4, num_local_experts=4))
 
 
+def jetmoe() -> PreTrainedModel:
+    """Its attention has experts too."""
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "kv_channels": 8}
+    config = JetMoeConfig(**sizes, num_key_value_heads=4, num_local_experts=8, num_experts_per_tok=1)
+    return JetMoeForCausalLM(config)
+
+
+def dbrx() -> PreTrainedModel:
+    experts = {"ffn_hidden_size": 16, "moe_num_experts": 4, "moe_top_k": 2, "hidden_size": 32}
+    attention = {"kv_n_heads": 4, "rope_theta": 1e4, "clip_qkv": 8.0}
+    sizes = {"d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 64, "vocab_size": 64}
+    return DbrxForCausalLM(DbrxConfig(**sizes, attn_config=attention, ffn_config=experts))
+
+
+def unknown() -> PreTrainedModel:
+    """Whose experts go by another name."""
+    module: Any = small()
+    module.config.num_local_experts = 8
+    return module
+
+
 @pytest.mark.parametrize(
     ("build", "reason"),
     [
+        (jetmoe, "JetMoeForCausalLM cannot be replayed: 6 choices of experts in a forward, of which 3 can be followed"),
+        (dbrx, "DbrxForCausalLM cannot be replayed: it keeps its experts in a way we do not know"),
+        (unknown, "its configuration has num_local_experts, but no layer has a part called experts"),
         (
             phimoe,
             "PhimoeForCausalLM cannot be replayed: PhimoeSparseMoeBlock does not choose its experts with one topk",

@@ -21,6 +21,7 @@ class RouteCheck:
     replayed: bool = True  # otherwise they are only compared with, and there may be none
     missing: int = 0  # rows
     rerecorded: int = 0  # rows that were computed again, by newer weights than drew the token after them
+    _recorded: bool | None = None  # whether answers so far came with routes
 
     def __call__(self, answers: Sequence[Trajectory]) -> None:
         """ValueError, with the likely cause, for routes that cannot be what the engine ran.
@@ -28,6 +29,7 @@ class RouteCheck:
         All answers of a group at once: looking at one takes the host as long, unless it is long itself.
         """
         if not self.replayed:
+            self._require_all_or_none(answers)
             answers = [answer for answer in answers if answer.routes is not None]
         if not answers:
             return
@@ -41,6 +43,13 @@ class RouteCheck:
         drawn = torch.cat([answer.versions[1:] for answer in answers])
         self.missing += int((by < 0).sum())
         self.rerecorded += int(((by != drawn) & (by >= 0) & (drawn >= 0)).sum())
+
+    def _require_all_or_none(self, answers: Sequence[Trajectory]) -> None:
+        for answer in answers:
+            recorded = answer.routes is not None
+            if self._recorded not in (None, recorded):
+                _refuse(answer, "they are there and other answers have none, or the other way round")
+            self._recorded = recorded
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -56,6 +65,11 @@ def _misshapen(answer: Trajectory, routers: Routers) -> str | None:
     routes = answer.routes
     if routes is None:
         return "there are none, so this engine does not record them; learner.routing = r2 or off does without"
+    if routes.ids.ndim != 3 or routes.ids.dtype != routers.dtype:
+        told = f"{list(routes.ids.shape)} of {routes.ids.dtype}"
+        return f"ids are {told}, not [rows, layers, top-k] of {routers.dtype}: {routers.num_experts} experts need that"
+    if routes.versions.ndim != 1 or routes.versions.dtype not in (torch.int32, torch.int64):
+        return f"versions are {list(routes.versions.shape)} of {routes.versions.dtype}, not a whole number for each row"
     num_tokens, (rows, *row) = len(answer.tokens), routes.ids.shape
     if rows != num_tokens - 1 or len(routes.versions) != rows:
         return (

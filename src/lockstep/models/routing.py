@@ -12,6 +12,7 @@ the call under way, also when activation checkpointing calls it again, long afte
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
@@ -23,6 +24,8 @@ from transformers import PreTrainedModel
 
 from lockstep.config import ConfigError
 from lockstep.models.twins import twin
+
+NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # as configurations name it
 
 
 class Routing(Protocol):
@@ -71,10 +74,17 @@ def find_routers(module: PreTrainedModel) -> Routers | None:
     view = _copy(module)
     blocks = {layer: block for layer in decoder_layers(view) if (block := _moe_block(layer))}
     if not blocks:
+        if named := [name for name in NUM_EXPERTS if (getattr(view.config.get_text_config(), name, 0) or 0) > 1]:
+            raise _refused(module, f"its configuration has {named[0]}, but no layer has a part called experts")
         return None
-    choices = _watch(view, dict(blocks.values()))
-    choosers = [_chooser(view, block, choices) for block, _ in blocks.values()]
-    kinds = {(size, *choices[part]) for (_, size), part in zip(blocks.values(), choosers, strict=True)}
+    sizes = {block: size for block, size in blocks.values() if size is not None}
+    if len(sizes) < len(blocks):
+        raise _refused(module, "it keeps its experts in a way we do not know")
+    choices, num_choices = _watch(view, sizes)
+    if num_choices > len(blocks):
+        raise _refused(module, f"{num_choices} choices of experts in a forward, of which {len(blocks)} can be followed")
+    choosers = [_chooser(view, block, choices) for block in sizes]
+    kinds = {(size, *choices[part]) for size, part in zip(sizes.values(), choosers, strict=True)}
     if len(kinds) > 1:
         raise _refused(module, f"its layers choose differently: {sorted(kinds)} (experts, top-k)")
     names = {child: name for name, child in view.named_modules()}
@@ -104,14 +114,14 @@ def decoder_layers(module: PreTrainedModel) -> list[nn.Module]:
     return layers
 
 
-def _moe_block(layer: nn.Module) -> tuple[nn.Module, int] | None:
-    """The part of a layer that holds `experts`, and how many there are."""
+def _moe_block(layer: nn.Module) -> tuple[nn.Module, int | None] | None:
+    """The part of a layer that holds `experts`, and how many there are; None: they are not stacked along one axis."""
     for part in layer.modules():
         experts = getattr(part, "experts", None)
         if isinstance(experts, nn.ModuleList):
             return part, len(experts)
         if isinstance(experts, nn.Module):
-            return part, next(p.shape[0] for p in experts.parameters() if p.ndim == 3)
+            return part, next((p.shape[0] for p in experts.parameters() if p.ndim == 3), None)
     return None
 
 
@@ -171,8 +181,9 @@ def _copy(module: PreTrainedModel) -> PreTrainedModel:
 
 
 @torch.inference_mode()
-def _watch(view: PreTrainedModel, num_experts: Mapping[nn.Module, int]) -> dict[nn.Module, list[int]]:
-    """The top-k of every choice that a block, or a child of it, makes in one plain forward."""
+def _watch(view: PreTrainedModel, num_experts: Mapping[nn.Module, int]) -> tuple[dict[nn.Module, list[int]], int]:
+    """The top-k of every choice that a block, or a child of it, makes in one plain forward; and how many choices there
+    are in all, wherever they are made."""
     choices: dict[nn.Module, list[int]] = {}
 
     def watched(part: nn.Module, size: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -184,8 +195,10 @@ def _watch(view: PreTrainedModel, num_experts: Mapping[nn.Module, int]) -> dict[
     for block, size in num_experts.items():
         for part in (block, *block.children()):
             part.forward = partial(watched, part, size, part.forward)
-    view(input_ids=_probe_tokens(view), use_cache=False)
-    return choices
+    with ExitStack() as everywhere:
+        seen = [everywhere.enter_context(_Answered(size, lambda live, _: live)) for size in set(num_experts.values())]
+        view(input_ids=_probe_tokens(view), use_cache=False)
+    return choices, sum(len(answered.top_ks) for answered in seen)
 
 
 def _chooser(view: PreTrainedModel, block: nn.Module, choices: Mapping[nn.Module, list[int]]) -> nn.Module:

@@ -55,11 +55,31 @@ def with_ids(edit: Callable[[Tensor], Any]) -> Callable[[Routes], Routes]:
         (lambda r: None, "there are none, so this engine does not record them"),
         (lambda r: Routes(r.ids[1:], r.versions[1:]), r"rows for \d+ tokens, of which all but the last have one"),
         (lambda r: Routes(r.ids[:, :1], r.versions), r"\[1, 2\] ids per token, the model has \[2, 2\]"),
+        (
+            lambda r: Routes(r.ids.to(torch.int16), r.versions),
+            r"of torch.int16, not \[rows, layers, top-k\] of torch.uint8",
+        ),
+        (lambda r: Routes(r.ids.float() + 0.5, r.versions), "of torch.float32, not"),
+        (lambda r: Routes(r.ids[0, 0, 0], r.versions), r"ids are \[\] of torch.uint8, not"),
+        (lambda r: Routes(r.ids, r.versions.float()), "versions are .* of torch.float32, not a whole number"),
+        (lambda r: Routes(r.ids, r.versions[None]), r"versions are \[1, \d+\] of torch.int32, not"),
         (with_ids(lambda ids: ids[3].fill_(0)), "a router chose an expert twice, as in memory that was never written"),
         (with_ids(lambda ids: ids[0, 1].copy_(torch.tensor([2, 2]))), "a router chose an expert twice"),
         (with_ids(lambda ids: ids[-1, 0, 1].fill_(4)), "expert 4 of 4: the ids overflowed their type"),
     ],
-    ids=["none", "too few", "other layers", "zeros", "twice", "out of range"],
+    ids=[
+        "none",
+        "too few",
+        "other layers",
+        "other type",
+        "fractions",
+        "one id",
+        "versions of another type",
+        "versions of another shape",
+        "zeros",
+        "twice",
+        "out of range",
+    ],
 )
 def test_routes_that_cannot_be_true_stop_the_run(edit: Callable[[Routes], Any], reason: str) -> None:
     learner = core()
@@ -67,6 +87,17 @@ def test_routes_that_cannot_be_true_stop_the_run(edit: Callable[[Routes], Any], 
     with pytest.raises(ValueError, match=reason) as caught:
         learner.accumulate([change(groups()[0], edit)])
     assert "the expert routes of answer '0/0' are wrong" in str(caught.value)
+
+
+@pytest.mark.parametrize("routing", ["off", "r2"])
+def test_answers_without_routes_among_others_that_have_them_stop_the_run(routing: str) -> None:
+    learner = core({"routing": routing})
+    learner.begin(0)
+    first, second = groups()
+    learner.accumulate([first])
+    bare = replace(second, trajectories=tuple(replace(t, routes=None) for t in second.trajectories))
+    with pytest.raises(ValueError, match="answer '1/0' are wrong: they are there and other answers have none, or"):
+        learner.accumulate([bare])
 
 
 def test_the_answer_that_is_wrong_is_named() -> None:

@@ -248,3 +248,24 @@ def test_routes_are_part_of_the_memory_that_is_allowed() -> None:
     tight = {"kv_gib": 30 * page_bytes / 2**30}
     assert engine_core(VERSIONS[0], **tight).capacity == 30 * 16
     assert engine_core(VERSIONS[0], record=True, **tight).capacity == 29 * 16
+
+
+def test_rows_computed_again_by_newer_weights_keep_the_experts_these_ran_when_preempted_later() -> None:
+    """An update makes all rows anew; a preemption after it, under the same version, does not undo that."""
+    core = engine_core(VERSIONS[0], record=True)
+    core.add([ask("r", prompt(20, seed=4), 30)])
+    for _ in range(5):
+        core.step()
+    core.load_weights(VERSIONS[1].state_dict())
+    core.scheduler.new_version(1, recompute=True)
+    for _ in range(10):
+        core.step()
+    assert core.recorder is not None
+    (seq,) = core.scheduler.running
+    ran = core.recorder.memory.at(core.recorder._slots(seq, 0)).clone()
+    core.module.get_submodule("model.layers.0.mlp.gate").weight.data.neg_()  # what is prefilled from now on differs
+    core.scheduler._send_back(seq)
+    core.scheduler.forget_prefixes()
+    routes = routes_of(finish(core)["r"])
+    assert torch.equal(sets(routes.ids[: len(ran)]), sets(ran))
+    assert set(routes.versions.tolist()) == {1}
