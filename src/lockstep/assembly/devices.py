@@ -10,6 +10,8 @@ from lockstep.config import ConfigError
 
 
 def choose_device(wanted: str) -> torch.device:
+    if wanted not in ("auto", "cpu", "cuda"):
+        raise ConfigError(f"unknown device {wanted!r}; choices: auto, cpu, cuda")
     if wanted == "cuda" and not torch.cuda.is_available():
         raise ConfigError('device = "cuda", but PyTorch sees no CUDA device; choices here: auto, cpu')
     if wanted == "cpu" or not torch.cuda.is_available():

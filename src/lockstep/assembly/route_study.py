@@ -77,7 +77,10 @@ async def study(
     learner_view(recipe, loaded, roles.low_bit, routers)
     RouteCheck(routers)(found)
     rows = [row_of(answer, 0) for answer in found if answer.mask.any()]
-    return _compare(name, recipe, loaded, routers, rows, tell)
+    result = _compare(name, recipe, loaded, routers, rows, tell)
+    if left_out := len(prompts) - len(found) // answers:
+        return replace(result, facts={**result.facts, "prompts left out, longer than the context": str(left_out)})
+    return result
 
 
 async def _sample(roles: Sampling, prompts: Sequence[Prompt], answers: int, tell: Progress) -> list[Trajectory]:

@@ -40,6 +40,8 @@ def analyze(
     out: Path | None,
     console: Console,
 ) -> None:
+    folder = out or (Path(checkpoint) / FOLDER if checkpoint and is_run(checkpoint) else Path(FOLDER))
+    _require_folder(folder)
     with TemporaryDirectory() as temporary, _progress(console) as bar:
         path, chosen = _found(checkpoint, overrides, recipe, asked, warmup, Path(temporary), bar)
         prompts = [[Message("user", text)] for text in asked] or _of_task(chosen, samples)
@@ -53,10 +55,17 @@ def analyze(
         loaded = load_model(chosen, path)
         name = checkpoint or "a tiny mixture"
         result = asyncio.run(study(chosen, loaded, prompts, name=name, answers=answers, tell=tell, checkpoint=path))
-    folder = out or (Path(checkpoint) / FOLDER if checkpoint and is_run(checkpoint) else Path(FOLDER))
-    page = write_route_study(result, folder)
     console.print(table(result))
+    page = write_route_study(result, folder)
     console.print(f"wrote {page}, study.json and {len(result.panels())} pictures", highlight=False, soft_wrap=True)
+
+
+def _require_folder(folder: Path) -> None:
+    """Before anything is computed that could not be written there."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--out {folder}: cannot be a folder ({error.strerror})") from error
 
 
 def _found(

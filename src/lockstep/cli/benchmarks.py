@@ -19,6 +19,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from lockstep.config import ConfigError
+
 GO = "go"
 _END_LIMIT_S = 20.0  # to clean up after the last step
 
@@ -185,8 +187,12 @@ def marks(name: str) -> tuple[str, str]:
 
 
 def write_into(page: Path, text: str, name: str = "measured") -> None:
-    """Between the marks of that name on a page that has them; otherwise the page is written anew."""
+    """Between the marks of that name; at the end of a page that has none. Whatever else is there stays."""
     begin, end = marks(name)
-    before, found, rest = (page.read_text() if page.exists() else "").partition(begin)
-    after = rest.partition(end)[2] if found else "\n"
-    page.write_text(f"{before if found else ''}{begin}\n{text}\n{end}{after}")
+    old = page.read_text() if page.exists() else ""
+    before, found, rest = old.partition(begin)
+    if found and end not in rest:
+        raise ConfigError(f"{page} has the mark {begin} without {end} after it")
+    if not found and old.strip():
+        before = old.rstrip() + "\n\n"
+    page.write_text(f"{before}{begin}\n{text}\n{end}{rest.partition(end)[2] if found else chr(10)}")

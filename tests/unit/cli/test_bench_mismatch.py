@@ -11,7 +11,7 @@ from rich.console import Console
 from lockstep.cli import bench_mismatch as bench
 from lockstep.cli.bench_mismatch import Gap, Row, Sync, gap_table, sync_table
 from lockstep.cli.benchmarks import marks, write_into
-from lockstep.config import choices
+from lockstep.config import ConfigError, choices
 
 
 def test_a_4_bit_learner_that_is_aligned_is_far_closer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,3 +63,10 @@ def test_a_page_keeps_what_stands_around_its_tables(tmp_path: Path) -> None:
     write_into(page, "two")
     write_into(page, "three", "cost")
     assert page.read_text() == f"# Title\n{begin}\ntwo\n{end}\nbetween\n{other}\nthree\n{ends}\n"
+    page.write_text("precious\n")
+    write_into(page, "one")
+    assert page.read_text() == f"precious\n\n{begin}\none\n{end}\n"
+    page.write_text(f"{begin}\nprecious\n")
+    with pytest.raises(ConfigError, match="without"):
+        write_into(page, "one")
+    assert page.read_text() == f"{begin}\nprecious\n"
