@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -179,6 +180,34 @@ def test_the_learner_runs_the_experts_the_engine_ran(name: str) -> None:
     assert differ is not None
     assert not differ.any()
     assert torch.equal(scores.routed.used()[:-1], done.routes.ids)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "mixtral", "deepseek_v3"])
+def test_recomputed_activations_replay_their_own_routes_whatever_runs_in_between(name: str) -> None:
+    """Gradients of one batch, with another one's forward, and a live one, between its own and its backward."""
+    requests = [ask(f"r{i}", prompt(17, seed=i), 12, temperature=1.0, seed=i) for i in range(2)]
+    gradients = []
+    for recompute in (False, True):
+        module = FAMILIES[name]()
+        done = finish(engine_core(module, record=True), requests)
+        module.requires_grad_(True)
+        routers, noise = learner_of(module, recompute), torch.Generator().manual_seed(0)
+        first, second = (unlike(batch_of(r, done[r.uid]), routers, noise) for r in requests)
+        loss = score(module, first, routers).logp.sum()
+        score(module, second, routers)
+        score(module, second, None)
+        loss.backward()
+        gradients.append({name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None})
+    held, recomputed = gradients
+    assert any("gate" in name and gradient.abs().max() > 0 for name, gradient in held.items())
+    for name, gradient in held.items():
+        assert torch.equal(gradient, recomputed[name]), name
+
+
+def unlike(batch: Batch, routers: Routers, generator: torch.Generator) -> Batch:
+    """With experts that no router would have chosen."""
+    scores = torch.rand(len(batch.tokens), routers.num_layers, routers.num_experts, generator=generator)
+    return replace(batch, routes=scores.argsort(-1)[..., : routers.top_k].to(routers.dtype))
 
 
 def test_shared_prefixes_are_replayed_too() -> None:
