@@ -7,8 +7,8 @@ rewards went; the curves are drawn too. Warm-ups run on CPU cores, so that they 
     python scripts/router_noise_runs.py --docs docs/expert-routes.md
 
 The mixture is deep and its first layers noisy, so that about as many routers and tokens differ as in the paper: what
-differs after those layers does so because its input does. Six runs take a quarter of an hour on two CPU cores, warm-ups
-apart. On a GPU (`--device cuda`) many processes get on better under CUDA's MPS.
+differs after those layers does so because its input does. Six runs take half an hour on two CPU cores, warm-ups apart.
+On a GPU (`--device cuda`) many processes get on better under CUDA's MPS.
 """
 
 from __future__ import annotations
@@ -194,7 +194,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--noise", type=float, nargs="+", default=[1.0], help="standard deviations, of logits")
     parser.add_argument("--noisy", type=int, default=2, help="layers with noise, from the first on")
-    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--prompts", type=int, default=12, help="of a step; eight answers to each")
     parser.add_argument("--warmup", type=int, default=400, help="supervised updates before them")
     parser.add_argument("--rate", type=float, default=1e-3, help="learning rate")
