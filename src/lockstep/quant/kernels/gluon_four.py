@@ -32,14 +32,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from lockstep.quant.kernels.triton_configs import WideTile
-from lockstep.quant.kernels.triton_decode import TO_HIGH, TO_LOW, TO_SCALES
+from lockstep.quant.kernels.triton_decode import SHRUNK, TO_HIGH, TO_LOW, TO_SCALES
 from lockstep.quant.kernels.triton_tiles import GROUP, cdiv, counters, multiprocessors
 
 STEP, HALF = gl.constexpr(GROUP), gl.constexpr(GROUP // 2)
 PAIRS = gl.constexpr(GROUP // 4)  # of bytes, in a step of one output
 OUTPUTS = gl.constexpr(128)  # of a tile
 ADDED = gl.constexpr(16)  # rows of a tile whose pieces are added at a time
-SHRUNK = gl.constexpr(33)  # log2 of how much smaller than they are weights are decoded
 _ROWS = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 _PAIRS = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=16, rank=2)
 # With the loading warp, which counts as four, all registers there are. Programs that await each other must all run.

@@ -32,7 +32,21 @@ TO_E4M3 = tl.constexpr("""{
     lop3.b32 negative, positive, 0x81818181, 0, 0x0C;
     add.u32 $1, magnitude, negative;
 }""")
-# Two bytes to their low or their high codes, times the scale and 2^-33, in bfloat16: see triton_four._to_half.
+SHRUNK = tl.constexpr(33)  # log2 of how much smaller than they are the following decode weights: triton_four._to_half
+# Two bytes to their low codes and their high ones, times the scale, in bfloat16. Operands: the results; the bytes; and,
+# twice in a register each, the scale for nibbles at bit 0, that for nibbles at bit 4, what their excess of 8 comes to.
+TO_BOTH = tl.constexpr("""{
+    .reg .b32 bytes, nibbles, pair;
+    cvt.u32.u16 bytes, $4;
+    prmt.b32 bytes, bytes, 0, 0x4140;
+    and.b32 nibbles, bytes, 0x000F000F;
+    fma.rn.bf16x2 pair, nibbles, $5, $7;
+    mov.b32 {$0, $1}, pair;
+    and.b32 nibbles, bytes, 0x00F000F0;
+    fma.rn.bf16x2 pair, nibbles, $6, $7;
+    mov.b32 {$2, $3}, pair;
+}""")
+# The same of the low or of the high codes alone.
 # Operands: the results; the bytes; and, twice in a register each, the scale of such nibbles and that of their excess.
 TO_LOW = tl.constexpr("""{
     .reg .b32 both;

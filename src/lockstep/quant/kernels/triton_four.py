@@ -19,28 +19,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lockstep.quant.kernels.triton_configs import LIBRARY_ABOVE, many_tile, max_chunks, tile_for, wide_tile
-from lockstep.quant.kernels.triton_decode import OPERANDS, TO_E4M3, TO_INT8
+from lockstep.quant.kernels.triton_decode import OPERANDS, SHRUNK, TO_BOTH, TO_E4M3, TO_INT8
 from lockstep.quant.kernels.triton_tiles import GROUP, INTERPRETED, Plan, chunk_of, finish, locate, make_plan
 from lockstep.quant.kernels.triton_weights import dequantize_int4
 
 STEP, HALF = tl.constexpr(GROUP), tl.constexpr(GROUP // 2)
 SMALLEST_CHUNK = 1024  # of K: unpacking keeps more programs busy than loading does
-
-
-# Two bytes to their low codes and their high ones, times the scale, in bfloat16. Operands: the results; the bytes; and,
-# twice in a register each, the scale for nibbles at bit 0, that for nibbles at bit 4, what their excess of 8 comes to.
-_TWO_BYTES = tl.constexpr("""{
-    .reg .b32 bytes, nibbles, pair;
-    cvt.u32.u16 bytes, $4;
-    prmt.b32 bytes, bytes, 0, 0x4140;
-    and.b32 nibbles, bytes, 0x000F000F;
-    fma.rn.bf16x2 pair, nibbles, $5, $7;
-    mov.b32 {$0, $1}, pair;
-    and.b32 nibbles, bytes, 0x00F000F0;
-    fma.rn.bf16x2 pair, nibbles, $6, $7;
-    mov.b32 {$2, $3}, pair;
-}""")
-SHRUNK = tl.constexpr(33)  # log2 of how much smaller than they are the assembly decodes weights
 
 
 def w4a16_matmul(x: Tensor, packed: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
@@ -250,7 +234,7 @@ def _to_half(pairs, scale, dtype: tl.constexpr, ASSEMBLY: tl.constexpr):
     """
     if ASSEMBLY and dtype == tl.bfloat16:
         a, b, c, d = tl.inline_asm_elementwise(
-            _TWO_BYTES, "=h,=h,=h,=h,h,r,r,r",
+            TO_BOTH, "=h,=h,=h,=h,h,r,r,r",
             [pairs, _twice(scale * 2.0**100), _twice(scale * 2.0**96), _twice(scale * -(2.0**-30))],
             dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=1,
         )  # fmt: skip
