@@ -91,7 +91,18 @@ def test_small_tiles_hold_small_sums() -> None:
     from lockstep.models.kernels import attention
 
     assert attention.choose_tile(2048, 132, 4, 128) == attention.choose_tile(2048, 132, 8 * 8, 128) == attention.SMALL
-    assert attention.choose_tile(2048, 132, 8 * 16, 128) == attention.choose_tile(256, 132, 4, 128) == attention.LARGE
+    assert attention.choose_tile(2048, 132, 8 * 16, 128) == attention.LARGE
+
+
+@pytest.mark.parametrize(
+    ("programs", "splits", "tile"),
+    [(8, 32, "SMALL"), (96, 8, "SMALL"), (256, 3, "SMALL"), (528, 1, "SMALL"), (768, 3, "LARGE"), (2048, 1, "SMALL")],
+)
+def test_small_and_uneven_batches_cut_their_keys(programs: int, splits: int, tile: str) -> None:
+    from lockstep.models.kernels import attention
+
+    assert attention.num_splits(programs, 132) == splits
+    assert attention.choose_tile(programs, 132, 4, 128) == getattr(attention, tile)
 
 
 @pytest.mark.parametrize("cache", [BF16, E4M3])

@@ -237,8 +237,7 @@ class Scheduler:
         seq.row = heapq.heappop(self._rows)
         self._seatings += 1
         seq.seating = self._seatings
-        self.running.append(seq)
-        self.running.sort(key=lambda s: s.arrival)
+        insort(self.running, seq, key=lambda s: s.arrival)
         seq.computed_by = [self.version] * seq.num_computed  # cached prefixes are void with every new version
         self.counters.prompt_tokens += len(seq.tokens)
         self.counters.prefix_hit_tokens += seq.num_computed

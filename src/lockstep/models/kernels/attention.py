@@ -39,6 +39,8 @@ class Tile:
 
 LARGE, SMALL = Tile(64, 4, 2), Tile(32, 2, 4)  # found on an H200
 SMALL_SUMS = 64 * 128  # values that two warps have registers for
+SPARSE, AT_ONCE, DENSE = 4, 6, 15  # programs for each multiprocessor; it runs six of SMALL at the same time
+PREFILLED = 64  # queries of a program that prefills
 
 
 def decode(
@@ -57,7 +59,7 @@ def decode(
     out = torch.empty_like(query_BHD)
     splits, common = num_splits(batch * heads, processors), 0
     if shared is not None:
-        common = num_splits(triton.cdiv(batch, MEMBERS) * heads, processors)
+        common = fill(triton.cdiv(batch, MEMBERS) * heads, processors)
     pieces, tile = splits + common, choose_tile(batch * heads, processors, (MEMBERS if common else 1) * group, size)
     partial = out if pieces == 1 else query_BHD.new_empty(pieces, batch, num_queries, size + 2, dtype=torch.float32)
     _decode[batch, heads, pieces](
@@ -75,8 +77,9 @@ def decode(
 
 
 def choose_tile(programs: int, processors: int, queries: int, size: int) -> Tile:
-    """Small ones where there are several for each multiprocessor, unless a program's `queries` are too many for it."""
-    return SMALL if programs >= 4 * processors and num_rows(queries) * size <= SMALL_SUMS else LARGE
+    """Large ones where sequences are cut to even out their lengths, or a program's `queries` are many."""
+    uneven = SPARSE * processors < programs < DENSE * processors
+    return LARGE if uneven or num_rows(queries) * size > SMALL_SUMS else SMALL
 
 
 def prefill(
@@ -95,18 +98,26 @@ def prefill(
     out = torch.empty_like(query_NHD)
     first_B = count_B.cumsum(0) - count_B
     start_B, count_B = start_B.contiguous(), count_B.contiguous()
-    block = 64 if longest <= 64 or size > 128 else 128
-    _prefill[triton.cdiv(longest, block), num_queries, len(count_B)](
+    stages = 3 if size * query_NHD.element_size() <= 256 else 2  # as many as fit into shared memory
+    _prefill[triton.cdiv(longest, PREFILLED), num_queries, len(count_B)](
         query_NHD, *cache, pages_BP, first_B, start_B, count_B, out, scale * LOG2E,
-        pages_BP.stride(0), HQ=num_queries, H=heads, D=size, S=page_size, BLOCK_M=block, BLOCK_N=64,
-        WINDOW=window or 0, PRECISION=_precision(query_NHD), num_warps=8 if block == 128 else 4, num_stages=2,
+        pages_BP.stride(0), HQ=num_queries, H=heads, D=size, S=page_size, BLOCK_M=PREFILLED, BLOCK_N=64,
+        WINDOW=window or 0, PRECISION=_precision(query_NHD), num_warps=4, num_stages=stages,
     )  # fmt: skip
     return out
 
 
 def num_splits(programs: int, processors: int) -> int:
-    """Into how many pieces keys are cut so that a small batch still fills the device: a power of two."""
-    return min(MOST_SPLITS, triton.next_power_of_2(max(1, 4 * processors // programs)))
+    """Into how many pieces keys are cut. Of few programs, so that all run at the same time and fill the device; of
+    more, so that it matters little whose keys are many. From DENSE for each multiprocessor on, nothing is gained."""
+    if programs <= SPARSE * processors:
+        return fill(programs, AT_ONCE * processors)
+    return triton.cdiv(DENSE * processors, programs)
+
+
+def fill(programs: int, places: int) -> int:
+    """How often so many programs, at least once, fit into so many places."""
+    return min(MOST_SPLITS, max(1, places // programs))
 
 
 def _precision(query: Tensor) -> str:
