@@ -115,12 +115,27 @@ def test_prefill_attention(dtype: torch.dtype, heads: int, group: int, size: int
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_attention_to_8_bit_keys_and_values(dtype: torch.dtype) -> None:
-    cache = cache_of(2, 32, torch.float8_e4m3fn)
-    pages, query = pages_of(3).to(DEVICE), torch.randn(135, 4, 32, device=DEVICE).to(dtype)
+@pytest.mark.parametrize("size", [16, 32, 128])
+def test_attention_to_8_bit_keys_and_values(dtype: torch.dtype, size: int) -> None:
+    cache = cache_of(2, size, torch.float8_e4m3fn)
+    pages, query = pages_of(3).to(DEVICE), torch.randn(135, 4, size, device=DEVICE).to(dtype)
     start, count = torch.tensor([[60, 0, 77], [30, 100, 5]], device=DEVICE)
     assert_attends(cache, Segment(slice(0, 135), pages, start, count, longest=100), query, None)
     assert_attends(cache, Segment(slice(0, 3), pages, start), query[:3], 20)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_key_that_is_nan_is_not_lost_in_8_bits(dtype: torch.dtype) -> None:
+    from lockstep.models.kernels.pointwise import rotate_and_store
+
+    cache, table = cache_of(1, 32, torch.float8_e4m3fn), torch.ones(1, 32, device=DEVICE).to(dtype)
+    qkv = torch.randn(1, 3 * 32, device=DEVICE).to(dtype)
+    qkv[0, 40] = torch.nan
+    slots, pages = torch.tensor([5], device=DEVICE), torch.zeros(1, 1, dtype=torch.int64, device=DEVICE)
+    query = rotate_and_store(qkv, None, 0.0, (table, table), slots, cache.layer(0))
+    assert query.isfinite().all()
+    segment = Segment(slice(0, 1), pages, torch.tensor([5], device=DEVICE))
+    assert _attend_fused(query, cache.layer(0), segment, 0.2, None).isnan().all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

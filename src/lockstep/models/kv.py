@@ -40,9 +40,9 @@ class Pages(NamedTuple):
 
 
 def _encode(vectors: Tensor) -> tuple[Tensor, Tensor]:
-    """e4m3 codes and the scale of each vector: its largest magnitude becomes the format's."""
+    """e4m3 codes and the scale of each vector: its largest magnitude becomes the format's. NaN makes the scale NaN."""
     largest = vectors.float().abs().amax(-1)
-    scale = torch.where(largest > 0, largest / LARGEST_E4M3, 1.0)
+    scale = torch.where(largest == 0, 1.0, largest / LARGEST_E4M3)
     return (vectors.float() / scale[..., None]).to(torch.float8_e4m3fn), scale
 
 

@@ -223,6 +223,8 @@ def _store(memory_ptr, scales_ptr, slot, vector, one, d, D: tl.constexpr):
         vector = vector.to(tl.float32)
         largest = tl.max(tl.abs(vector), 1)
         scale = tl.where(largest > 0, largest / LARGEST, 1.0)
+        broken = tl.max((vector != vector).to(tl.int32), 1) > 0
+        scale = tl.where(broken, float("nan"), scale)  # codes of NaN are not told from others as they are read
         tl.store(scales_ptr + slot + one, scale)
         vector = vector / scale[:, None]
     tl.store(memory_ptr + (slot + one[:, None]) * D + d, vector.to(memory_ptr.dtype.element_ty))

@@ -1,6 +1,6 @@
-"""4-bit codes to 8 and to 16 bits, as assembly for Triton's and Gluon's `inline_asm_elementwise`.
+"""4-bit codes to 8 and to 16 bits, and e4m3 to bfloat16, as assembly for Triton's and Gluon's `inline_asm_elementwise`.
 
-A byte holds two codes, each plus 8.
+A byte holds two 4-bit codes, each plus 8.
 """
 
 # pyright: reportMissingImports=false
@@ -67,4 +67,19 @@ TO_SCALES = tl.constexpr("""{
     mul.rn.bf16x2 $0, twice, low;
     mul.rn.bf16x2 $1, twice, high;
     mul.rn.bf16x2 $2, twice, excess;
+}""")
+# Two pairs of e4m3 to their first and their second ones in bfloat16, both exact: the bits of a magnitude, put where a
+# bfloat16 has them, are 2^-120 of it, for the exponents count from other numbers. NaN is not decoded: it becomes 480.
+FROM_E4M3 = tl.constexpr("""{
+    .reg .b32 sign, magnitude, factor;
+    mov.b32 factor, 0x7B807B80;
+    shl.b32 sign, $2, 8;
+    shl.b32 magnitude, $2, 4;
+    and.b32 sign, sign, 0x80008000;
+    lop3.b32 magnitude, magnitude, 0x07F007F0, sign, 0xEA;
+    mul.rn.bf16x2 $0, magnitude, factor;
+    shr.u32 magnitude, $2, 4;
+    and.b32 sign, $2, 0x80008000;
+    lop3.b32 magnitude, magnitude, 0x07F007F0, sign, 0xEA;
+    mul.rn.bf16x2 $1, magnitude, factor;
 }""")
