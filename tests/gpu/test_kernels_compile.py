@@ -105,6 +105,16 @@ def test_small_and_uneven_batches_cut_their_keys(programs: int, splits: int, til
     assert attention.choose_tile(programs, 132, 4, 128) == getattr(attention, tile)
 
 
+@pytest.mark.parametrize("rows", [1, 32, 64])
+@pytest.mark.parametrize("outputs", [512, 4096])
+def test_products_of_few_rows(rows: int, outputs: int, compiled: list[str]) -> None:
+    from lockstep.models.kernels import few_rows
+
+    weight = torch.empty(outputs, 4096, dtype=BF16)
+    few_rows.linear(torch.empty(min(rows, few_rows.most_rows(weight)), 4096, dtype=BF16), weight)
+    assert compiled == ["_linear"]
+
+
 @pytest.mark.parametrize("cache", [BF16, E4M3])
 @pytest.mark.parametrize("window", [None, 32])
 def test_prefill_attention(cache: torch.dtype, window: int | None, compiled: list[str]) -> None:

@@ -1,7 +1,8 @@
-"""Linear layers on a CPU when a step decodes few sequences.
+"""Linear layers when a step decodes few sequences.
 
-PyTorch hands float32 products to MKL, which takes longer than oneDNN for large weights and 8 to 128 rows. oneDNN is
-asked directly here, by the operator that torch.compile uses for it.
+On a CPU PyTorch hands float32 products to MKL, which takes longer than oneDNN for large weights and 8 to 128 rows.
+oneDNN is asked directly here, by the operator that torch.compile uses for it. On a Hopper GPU a kernel of our own runs
+bfloat16 products of up to 64 rows, which reads weights while what comes before it still ends.
 """
 
 from __future__ import annotations
@@ -13,33 +14,54 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lockstep.models import kernels
+
 ROWS = range(8, 129)
 LEAST_WEIGHTS = 2**20
+
+Linear = Callable[..., Tensor]  # of (input, weight, bias)
 
 
 def speed_up_few_rows(view: nn.Module) -> None:
     """Does nothing where it was not measured to pay."""
     for part in view.modules():
-        if type(part) is nn.Linear and _pays(part.weight):
-            part.forward = partial(_forward, part)
+        if type(part) is nn.Linear and (linear := linear_function(part.weight)) is not F.linear:
+            part.forward = partial(_forward, part, linear)
 
 
-def linear_function(weight: Tensor) -> Callable[..., Tensor]:
+def linear_function(weight: Tensor) -> Linear:
     """`F.linear`, or what takes less time with such a weight."""
-    return _linear if _pays(weight) else F.linear
+    if weight.numel() < LEAST_WEIGHTS:
+        return F.linear
+    if weight.device.type == "cpu" and weight.dtype == torch.float32:
+        both_there = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
+        return _by_onednn if both_there else F.linear
+    return _streamed if _streams(weight) else F.linear
 
 
-def _pays(weight: Tensor) -> bool:
-    float32_on_cpu = weight.device.type == "cpu" and weight.dtype == torch.float32
-    both_there = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
-    return float32_on_cpu and weight.numel() >= LEAST_WEIGHTS and both_there
+def _forward(self: nn.Linear, linear: Linear, input: Tensor) -> Tensor:
+    return linear(input, self.weight, self.bias)
 
 
-def _forward(self: nn.Linear, input: Tensor) -> Tensor:
-    return _linear(input, self.weight, self.bias)
-
-
-def _linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _by_onednn(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if input.numel() // input.shape[-1] not in ROWS:
         return F.linear(input, weight, bias)
     return torch.ops.mkldnn._linear_pointwise(input, weight, bias, "none", [], "")
+
+
+def _streams(weight: Tensor) -> bool:
+    """Copies want rows of weights at multiples of 16 bytes."""
+    if weight.device.type != "cuda" or weight.dtype != torch.bfloat16 or not kernels.available(weight.device):
+        return False
+    from lockstep.quant.kernels.triton_tiles import WARP_GROUPS
+
+    return WARP_GROUPS and weight.is_contiguous() and weight.shape[1] % 8 == 0
+
+
+def _streamed(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    from lockstep.models.kernels import few_rows  # Gluon is experimental: nobody else depends on it
+
+    rows = input.reshape(-1, input.shape[-1])
+    if bias is not None or not 0 < len(rows) <= few_rows.most_rows(weight):
+        return F.linear(input, weight, bias)
+    return few_rows.linear(rows, weight).view(*input.shape[:-1], len(weight))

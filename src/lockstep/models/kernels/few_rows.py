@@ -1,0 +1,214 @@
+"""bfloat16 products of few rows on Hopper that hardly ever stop reading weights.
+
+Each multiprocessor runs one program, and all do the same number of steps: outputs are cut into tiles, and the tiles,
+laid one after the other along K, into equal shares. Of a tile that several programs have a share of, each leaves its
+sum in memory, and the last one to come adds them up in the order of K.
+
+One warp copies weights and rows into a ring of stages in shared memory, others multiply. A program is launched while
+kernels before it still run, as soon as its multiprocessor has room for it, and fills its ring with weights before it
+awaits the rows: whoever writes weights must not be the kernel just before. (In a step of the engine none does.)
+
+Shapes: M rows, K inputs, N outputs; a step is 128 of K.
+"""
+
+# pyright: reportMissingImports=false, reportIndexIssue=false
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from lockstep.quant.kernels.triton_tiles import cdiv, counters, multiprocessors
+
+LINE = gl.constexpr(64)  # of K: what is copied, and multiplied, at a time
+LINES = gl.constexpr(2)  # of a stage
+MOST_PIECES = 4  # of a tile, as a rule: adding them up takes time
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    outputs: int  # 64 for each four warps
+    stages: int  # what shared memory holds
+
+
+# Up to so many rows → tile. Large weights: every tile reads all rows again, and there are tiles enough for everyone.
+LARGE = {16: Tile(128, 6), 32: Tile(128, 5), 64: Tile(128, 4)}
+SMALL = {16: Tile(64, 10), 32: Tile(64, 8)}
+LEAST_LARGE = 2**23  # weights
+_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+
+
+def most_rows(weight: Tensor) -> int:
+    """Up to which a library takes longer."""
+    return max(_tiles(weight))
+
+
+def _tiles(weight: Tensor) -> dict[int, Tile]:
+    return LARGE if weight.numel() >= LEAST_LARGE else SMALL
+
+
+def linear(x: Tensor, weight: Tensor) -> Tensor:
+    """bfloat16 [M, K] and [N, K] to [M, N]."""
+    (M, K), N, x = x.shape, len(weight), x.contiguous()
+    rows, tile = next((rows, tile) for rows, tile in _tiles(weight).items() if rows >= M)
+    steps = cdiv(K, LINE.value * LINES.value)
+    total = steps * cdiv(N, tile.outputs)
+    share = max(cdiv(total, multiprocessors(x.device)), cdiv(steps, MOST_PIECES))
+    programs, pieces = cdiv(total, share), cdiv(steps, share) + 1
+    y = x.new_empty(M, N)
+    sums = torch.empty(programs * pieces * tile.outputs * rows, dtype=torch.float32, device=x.device)
+    _linear[(programs,)](
+        TensorDescriptor.from_tensor(x, [rows, LINE.value], _LAYOUT),
+        TensorDescriptor.from_tensor(weight, [tile.outputs, LINE.value], _LAYOUT),
+        y, sums, counters(x.device), M, N, steps, total, share, pieces, STAGES=tile.stages,
+        num_warps=tile.outputs // 16, maxnreg=96, launch_pdl=True,
+    )  # fmt: skip
+    return y
+
+
+@gluon.jit(do_not_specialize=["M", "steps", "total", "share", "pieces"])
+def _linear(x, w, y, sums, counters, M, N, steps, total, share, pieces, STAGES: gl.constexpr):
+    gdc_launch_dependents()
+    rows, weights = _ring(x, STAGES * LINES), _ring(w, STAGES * LINES)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=1)
+    fence_async_shared()
+    ring = (rows, weights, full, empty)
+    begin = gl.program_id(0) * share
+    end = gl.minimum(begin + share, total)
+    gl.warp_specialize(
+        [
+            (_multiply_shares, (ring, y, sums, counters, M, N, begin, end, steps, share, pieces)),
+            (_load, (ring, x, w, begin, end, steps)),
+        ],
+        [1],
+        [40],
+    )
+
+
+@gluon.jit
+def _ring(tiles, PLACES: gl.constexpr):
+    """Shared memory for so many of them."""
+    SHAPE: gl.constexpr = tiles.block_type.shape
+    return gl.allocate_shared_memory(tiles.dtype, [PLACES, SHAPE[0], SHAPE[1]], tiles.layout)
+
+
+@gluon.jit
+def _load(ring, x, w, begin, end, steps):
+    """Fills stages as soon as they are empty; the first ones with weights before there are rows."""
+    _, _, full, empty = ring
+    STAGES: gl.constexpr = full.shape[0]
+    ahead = gl.minimum(begin + STAGES, end)
+    for step in range(begin, ahead):
+        _load_weights(ring, w, step, step - begin, steps)
+    gdc_wait()
+    for step in range(begin, ahead):
+        _load_rows(ring, x, step, step - begin, steps)
+    for step in range(ahead, end):
+        done = step - begin
+        mbarrier.wait(empty.index(done % STAGES), (done // STAGES + 1) & 1)
+        _load_weights(ring, w, step, done % STAGES, steps)
+        _load_rows(ring, x, step, done % STAGES, steps)
+
+
+@gluon.jit
+def _load_weights(ring, w, step, stage, steps):
+    rows, weights, full, _ = ring
+    ready = full.index(stage)
+    mbarrier.expect(ready, LINES * LINE * 2 * (weights.shape[1] + rows.shape[1]))
+    for line in gl.static_range(LINES):
+        place = [step // steps * weights.shape[1], (step % steps * LINES + line) * LINE]
+        tma.async_copy_global_to_shared(w, place, ready, weights.index(stage * LINES + line))
+
+
+@gluon.jit
+def _load_rows(ring, x, step, stage, steps):
+    rows, _, full, _ = ring
+    for line in gl.static_range(LINES):
+        place = [0, (step % steps * LINES + line) * LINE]
+        tma.async_copy_global_to_shared(x, place, full.index(stage), rows.index(stage * LINES + line))
+
+
+@gluon.jit
+def _multiply_shares(ring, y, sums, counters, M, N, begin, end, steps, share, pieces):
+    """Computes this program's tiles, and its pieces of the first and the last of them."""
+    gdc_wait()
+    step = begin
+    while step < end:
+        tile = step // steps
+        count = gl.minimum((tile + 1) * steps, end) - step
+        product = _multiply(ring, step - begin, count)
+        if count == steps:
+            _write(product, y, tile, M, N)
+        else:
+            _meet(product, y, sums, counters, tile, M, N, steps, share, pieces)
+        step += count
+
+
+@gluon.jit
+def _multiply(ring, done, count):
+    """The product [outputs, rows] over the next `count` steps in the ring."""
+    rows, weights, full, empty = ring
+    STAGES: gl.constexpr = full.shape[0]
+    OUTPUTS: gl.constexpr = weights.shape[1]
+    ROWS: gl.constexpr = rows.shape[1]
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, ROWS, 16])
+    product = gl.zeros([OUTPUTS, ROWS], gl.float32, LAYOUT)
+    for i in range(count):
+        stage = (done + i) % STAGES
+        mbarrier.wait(full.index(stage), (done + i) // STAGES & 1)
+        started = warpgroup_mma_init(product)
+        for line in gl.static_range(LINES):
+            place = stage * LINES + line
+            started = warpgroup_mma(weights.index(place), rows.index(place).permute([1, 0]), started, is_async=True)
+        product = warpgroup_mma_wait(LINES, [started])
+        mbarrier.arrive(empty.index((done + i + STAGES - 1) % STAGES), pred=i > 0)  # that stage is no longer read
+    product = warpgroup_mma_wait(0, [product])
+    mbarrier.arrive(empty.index((done + count - 1) % STAGES))
+    return product
+
+
+@gluon.jit
+def _meet(product, y, sums, counters, tile, M, N, steps, share, pieces):
+    """Leaves this piece of a tile; the last one to come adds up all of them and writes the tile."""
+    SIZE: gl.constexpr = product.shape[0] * product.shape[1]
+    first, last = tile * steps // share, ((tile + 1) * steps - 1) // share  # programs that have a piece of it
+    outputs = gl.arange(0, product.shape[0], gl.SliceLayout(1, product.type.layout))
+    rows = gl.arange(0, product.shape[1], gl.SliceLayout(0, product.type.layout))
+    place = sums + first * pieces * SIZE + outputs[:, None] * product.shape[1] + rows[None, :]
+    gl.store(place + (gl.program_id(0) - first) * SIZE, product)
+    gl.thread_barrier()  # every thread's part is written before the arrival is announced
+    if gl.atomic_add(counters + first, 1, sem="acq_rel") == last - first:
+        total = gl.load(place, cache_modifier=".cg")
+        for piece in range(1, last - first + 1):
+            total += gl.load(place + piece * SIZE, cache_modifier=".cg")
+        gl.store(counters + first, 0)
+        _write(total, y, tile, M, N)
+
+
+@gluon.jit
+def _write(product, y, tile, M, N):
+    """Threads exchange what they hold, so that neighbours write neighbouring outputs."""
+    OUTPUTS: gl.constexpr = product.shape[0]
+    LANES: gl.constexpr = OUTPUTS // 8
+    LAYOUT: gl.constexpr = gl.BlockedLayout([8, 1], [LANES, 32 // LANES], [1, gl.num_warps()], [0, 1])
+    rows = gl.arange(0, product.shape[1], gl.SliceLayout(0, LAYOUT))[None, :]
+    outputs = tile * OUTPUTS + gl.arange(0, OUTPUTS, gl.SliceLayout(1, LAYOUT))[:, None]
+    value = gl.convert_layout(product.to(y.dtype.element_ty), LAYOUT)
+    gl.store(y + rows.to(gl.int64) * N + outputs, value, (rows < M) & (outputs < N))

@@ -1,0 +1,82 @@
+"""Our bfloat16 products of few rows against the library's, and against exact sums."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from lockstep.models.few_rows import LEAST_WEIGHTS, linear_function
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")]
+
+# small weights and large ones, tiles of which the last is not full, K that is no multiple of a step
+SHAPES = [(1, 64, 128), (5, 70, 1000), (16, 4096, 4096), (17, 1024, 3072), (33, 4096, 12288), (64, 20000, 520)]
+
+
+def given(M: int, N: int, K: int) -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(0)
+    x, weight = torch.randn(M, K, device="cuda"), torch.randn(N, K, device="cuda") * 0.05
+    return x.bfloat16(), weight.bfloat16()
+
+
+@pytest.mark.parametrize(("M", "N", "K"), SHAPES)
+def test_they_are_as_exact_as_the_librarys_and_repeatable(M: int, N: int, K: int) -> None:
+    from lockstep.models.kernels import few_rows
+
+    x, weight = given(M, N, K)
+    exact = x.double() @ weight.double().T
+    found = [few_rows.linear(x, weight) for _ in range(5)]
+    error, library = ((y.double() - exact).norm() for y in (found[0], F.linear(x, weight)))
+    assert error < 1.05 * library
+    assert all(torch.equal(found[0], other) for other in found[1:])
+
+
+@pytest.mark.parametrize("rows", [1, 32, 64])
+def test_a_chain_of_them_awaits_its_inputs(rows: int) -> None:
+    """Each is launched while the one before still runs. Captured, as the engine runs them."""
+    from lockstep.models.kernels import few_rows
+
+    x, weight = given(rows, 3072, 3072)
+    few_rows.linear(x, weight)
+
+    def chain() -> torch.Tensor:
+        y = x
+        for _ in range(12):
+            y = few_rows.linear(y, weight)
+            y = y / y.float().norm(dim=-1, keepdim=True).bfloat16()
+            y = few_rows.linear(few_rows.linear(y, weight), weight)
+        return y
+
+    def one_by_one() -> torch.Tensor:
+        y = x
+        for _ in range(12):
+            y = few_rows.linear(y, weight)
+            torch.cuda.synchronize()
+            y = y / y.float().norm(dim=-1, keepdim=True).bfloat16()
+            for _ in range(2):
+                y = few_rows.linear(y, weight)
+                torch.cuda.synchronize()
+        return y
+
+    expected, graph = one_by_one(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = chain()
+    for _ in range(20):
+        found.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(found, expected)
+
+
+def test_linear_layers_use_them_for_few_rows_alone() -> None:
+    layer = torch.nn.Linear(1024, 2048, device="cuda", dtype=torch.bfloat16)
+    linear = linear_function(layer.weight)
+    assert layer.weight.numel() >= LEAST_WEIGHTS
+    assert linear is not F.linear
+    for shape in ((0, 1024), (1, 3, 1024), (300, 1024)):
+        x = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+        for bias in (None, layer.bias):
+            torch.testing.assert_close(linear(x, layer.weight, bias), F.linear(x, layer.weight, bias))
+    assert linear_function(layer.weight.float()) is F.linear
+    assert linear_function(layer.weight[:100]) is F.linear
