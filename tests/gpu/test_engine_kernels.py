@@ -29,8 +29,9 @@ from lockstep.models.fused import _experts
 from lockstep.models.kv import KVCache, Pages
 from lockstep.models.paged import PagedStep, Segment, Shared, _attend, _attend_fused
 from lockstep.models.tiny import byte_tokenizer
-from lockstep.rollout import burst
+from lockstep.rollout import burst, burst_state
 from lockstep.rollout.burst import Burst
+from lockstep.rollout.burst_state import State
 from lockstep.rollout.sampler import SamplingBatch, sample
 from lockstep.rollout.scheduler import Plan, Scheduler
 from lockstep.rollout.sharing import Neighbours, as_rows, find_neighbours, pays
@@ -220,6 +221,56 @@ def test_bursts_that_follow_each_other_draw_what_single_steps_draw(monkeypatch: 
         assert done[uid].tokens == expected.tokens
         assert done[uid].stop_reason == expected.stop_reason
         torch.testing.assert_close(torch.tensor(done[uid].logp), torch.tensor(expected.logp), atol=1e-4, rtol=0)
+
+
+def test_rows_of_a_burst_are_looked_up() -> None:
+    """One idles because it has drawn its last, and padding because it has nothing to draw."""
+    from lockstep.rollout import burst_kernels
+
+    torch.manual_seed(5)
+    table, ints = (torch.randint(1, 99, shape, device=DEVICE) for shape in ((6, 600), (3, 6)))
+    rows, positions, last = torch.tensor([[3, 0, 4, 5], [17, 9_000, 40, 0], [18, 9_001, 40, 0]], device=DEVICE)
+    given = State(rows, rows, positions, last, rows), table, ints, torch.rand(3, 6, device=DEVICE), PAGE, 1234
+    found, expected = burst_kernels.look_up(*given), burst_state.look_up(*given)
+    assert expected.start.tolist() == [17, 9_000, 0, 0]
+    assert expected.slots.tolist()[2:] == [1234, 1234]
+    held = torch.arange(600, device=DEVICE) <= (expected.start // PAGE)[:, None]
+    for ours, theirs in zip(found, expected._replace(pages=expected.pages * held), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_rows_of_a_burst_move_on() -> None:
+    """At random: some have drawn their last, some draw an end token."""
+    from lockstep.rollout import burst_kernels
+
+    torch.manual_seed(6)
+    size, state = 200, torch.randint(0, 12, (5, 256), device=DEVICE)
+    drawn, ends = torch.randint(0, 12, (size,), device=DEVICE), torch.tensor([3, 7, 9], device=DEVICE)
+    logp, results = torch.randn(size, device=DEVICE), list[tuple[Tensor, ...]]()
+    for move_on in (burst_kernels.move_on, burst_state.move_on):
+        moved, logps = state.clone(), torch.zeros(16, 256, device=DEVICE)
+        tokens = torch.zeros(16, 256, dtype=torch.int64, device=DEVICE)
+        move_on(State(*moved[:, :size]), drawn, logp, ends, tokens, logps)
+        results.append((moved, tokens, logps))
+    assert not torch.equal(results[0][0], state)
+    for ours, theirs in zip(*results, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ["default", "yarn"])
+def test_angles_are_those_of_transformers(dtype: torch.dtype, kind: str) -> None:
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
+
+    from lockstep.models.fused import _rotary
+
+    parameters = {"rope_type": kind, "rope_theta": 1e6} | ({"factor": 4.0} if kind == "yarn" else {})
+    module = Qwen3RotaryEmbedding(Qwen3Config(**COMMON, head_dim=32, rope_parameters=parameters)).to(DEVICE)
+    places, x = torch.tensor([[0, 1, 77, 5000, 40_000]], device=DEVICE), torch.empty(1, device=DEVICE, dtype=dtype)
+    for ours, theirs in zip(_rotary(module, x, places), module(x, places), strict=True):
+        assert ours.shape == theirs.shape
+        assert ours.dtype == dtype
+        torch.testing.assert_close(ours, theirs, atol=ERROR[dtype] / 4, rtol=0)
 
 
 @pytest.mark.parametrize("vocab", [50, 4096, 4097, 9000])

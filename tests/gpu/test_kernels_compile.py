@@ -149,6 +149,18 @@ def test_norms_and_gates(kind: str | None, compiled: list[str]) -> None:
     assert len(compiled) == 3
 
 
+def test_rows_of_a_burst_and_their_angles(compiled: list[str]) -> None:
+    from lockstep.models.kernels.pointwise import rotary
+    from lockstep.rollout.burst_kernels import look_up, move_on
+    from lockstep.rollout.burst_state import State
+
+    state = State(*numbers(5, 16))
+    places = look_up(state, numbers(9, 100), numbers(3, 9), torch.ones(3, 9), PAGE, 7)
+    rotary(torch.ones(SIZE // 2), 1.0, places.start[None], BF16)
+    move_on(state, numbers(16), torch.zeros(16), numbers(3), numbers(32, 16), torch.zeros(32, 16))
+    assert compiled == ["_look_up", "_rotary", "_move_on"]
+
+
 def test_experts_and_draws(compiled: list[str]) -> None:
     from lockstep.models.kernels import experts
     from lockstep.rollout.kernels import draw

@@ -40,6 +40,8 @@ WINDOW_OF_CONFIG = frozenset({"MistralAttention", "MixtralAttention"})  # the sa
 MLP = frozenset(f"{family}MLP" for family in FAMILIES)
 MODEL = frozenset(f"{family}Model" for family in FAMILIES)  # layers of (norm, attend, add, norm, compute, add), norm
 NORM = frozenset(f"{family}RMSNorm" for family in FAMILIES)
+ROTARY = frozenset(f"{family}RotaryEmbedding" for family in FAMILIES)  # cos and sin of positions times frequencies
+FIXED = frozenset({"default", "linear", "llama3", "yarn"})  # kinds of frequencies that no request changes
 CAUSAL_LM = frozenset(f"{family}ForCausalLM" for family in FAMILIES)  # embed, MODEL's layers and norm, head
 SILU = frozenset({"SiLU", "SiLUActivation"})
 EXPERTS = "lockstep_engine"
@@ -86,8 +88,10 @@ def fuse(view: PreTrainedModel) -> None:
                 _fuse_layer(layer, operators)
         elif kind in CAUSAL_LM:
             part.forward = partial(_causal_lm, part)
-        elif is_fused_experts(part) and operators is not pointwise:
+        elif operators is not pointwise and is_fused_experts(part):
             use_experts_function(part, EXPERTS)
+        elif operators is not pointwise and kind in ROTARY and part.rope_type in FIXED:
+            part.forward = partial(_rotary, part)
 
 
 def _operators(view: PreTrainedModel) -> Operators:
@@ -251,6 +255,12 @@ def window(attention: Any) -> int | None:
 
 def _mlp(self: Any, operators: Operators, gate_up: Product, down_code: InputCode | None, x: Rows) -> Tensor:
     return self.down_proj(operators.gated_silu(gate_up(x), down_code))
+
+
+def _rotary(self: Any, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+    from lockstep.models.kernels.pointwise import rotary
+
+    return rotary(self.inv_freq, self.attention_scaling, position_ids, x.dtype)
 
 
 def _experts(self: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:

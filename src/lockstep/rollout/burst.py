@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
@@ -17,11 +18,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lockstep.config import ConfigError
+from lockstep.models import kernels
 from lockstep.models.kv import KVCache
 from lockstep.models.paged import PagedStep, Segment, Shared
 from lockstep.models.routes import Recording, RouteMemory
+from lockstep.rollout.burst_state import Places, State, look_up, move_on
 from lockstep.rollout.rows import Rows
-from lockstep.rollout.sampler import sample, truncated
+from lockstep.rollout.sampler import SamplingBatch, sample, truncated
 from lockstep.rollout.scheduler import Draws, Plan
 from lockstep.rollout.sequence import Sequence
 from lockstep.rollout.sharing import alone, as_rows, find_neighbours, pays
@@ -52,9 +55,8 @@ class Burst:
         device, size = cache.keys.device, rows.nobody
         self.sizes = batch_sizes(size)
         self._ends = torch.tensor(sorted(end_tokens) or [-1], device=device)
-        self._state = torch.zeros(4, self.sizes[-1], dtype=torch.int64, device=device)
+        self._state = torch.zeros(5, self.sizes[-1], dtype=torch.int64, device=device)
         self._shared = torch.tensor(as_rows(alone(self.sizes[-1]), self.sizes[-1], 0), device=device)
-        self._step = torch.zeros(1, dtype=torch.int64, device=device)
         self._tokens = torch.zeros(STEPS, self.sizes[-1], dtype=torch.int64, device=device)
         self._logp = torch.zeros(STEPS, self.sizes[-1], device=device)
         self._kind, self._begin = Kind(self.sizes[0]), [0]  # of the burst under way, and where its rows began
@@ -85,7 +87,7 @@ class Burst:
         seqs = [chunk.seq for chunk in plan.decode]
         graph = self._continue(seqs) if plan.follows else self._prepare(plan, seqs)
         self.rows.write([seq for seq in seqs if seq.row >= 0])
-        self._step.zero_()
+        self._state[4].zero_()
         for _ in range(plan.steps):
             graph.replay() if graph else self._run_step(self._kind)
         drawn = (x[: plan.steps, : len(seqs)].T.contiguous() for x in (self._tokens, self._logp))
@@ -128,7 +130,7 @@ class Burst:
             [*self._begin, *empty],
             [*(seq.limit - 1 for seq in seqs), *empty],
         ]
-        self._state[:, :size] = torch.tensor(state, dtype=torch.int64)
+        self._state[:4, :size] = torch.tensor(state, dtype=torch.int64)
         if sharing:
             groups += alone(size, first=len(seqs))
             self._shared[:, :size] = torch.tensor(as_rows(groups, size, self.cache.page_size))
@@ -149,7 +151,6 @@ class Burst:
         graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):  # kernels are compiled and libraries set up outside of the capture
-            self._step.zero_()
             self._run_step(kind)
         torch.cuda.current_stream().wait_stream(side)
         # only this thread is held to what a capture allows: a learner's may be at work
@@ -158,28 +159,19 @@ class Burst:
         return graph
 
     def _run_step(self, kind: Kind) -> None:
-        """One token for everyone who may have another. `last` is the place of the last token a row may draw."""
-        size = kind.size
-        rows, tokens, positions, last = self._state[:, :size]
-        alive = positions < last
-        pages = self.rows.pages(rows)
-        shared = Shared(*self._shared[:, :size]) if kind.sharing else None
-        segment = Segment(rows=slice(0, size), pages=pages, start=positions * alive, shared=shared)
-        logits = self._forward(tokens, positions, alive, segment)
-        batch = self.rows.sampling.batch(rows, positions + 1, any_greedy=True, any_truncated=kind.truncated)
-        drawn, logp = sample(logits, batch)
-        self._tokens[:, :size].index_copy_(0, self._step, drawn[None])
-        self._logp[:, :size].index_copy_(0, self._step, logp[None])
-        self._step += 1
-        tokens.copy_(drawn)
-        positions += alive
-        ended = (drawn[:, None] == self._ends).any(1)
-        last.copy_(torch.where(ended, torch.minimum(positions, last), last))
+        """One token for everyone who may have another."""
+        before, after = _operators(self.cache.keys.device)
+        state, sampling, size = State(*self._state[:, : kind.size]), self.rows.sampling, self.cache.page_size
+        idle_slot = self.cache.num_pages * size - 1
+        places = before(state, self.rows.table, sampling.ints, sampling.floats, size, idle_slot)
+        shared = Shared(*self._shared[:, : kind.size]) if kind.sharing else None
+        segment = Segment(rows=slice(0, kind.size), pages=places.pages, start=places.start, shared=shared)
+        logits = self._forward(state.tokens, state.positions, places.slots, segment)
+        flags = {"any_greedy": True, "any_truncated": kind.truncated}
+        batch = SamplingBatch.of(places.floats, places.ints, places.drawn, **flags)
+        after(state, *sample(logits, batch), self._ends, self._tokens, self._logp)
 
-    def _forward(self, tokens: Tensor, positions: Tensor, alive: Tensor, segment: Segment) -> Tensor:
-        page_size = self.cache.page_size
-        own = segment.pages.gather(1, (positions // page_size)[:, None])[:, 0] * page_size + positions % page_size
-        slots = torch.where(alive, own, self.cache.num_pages * page_size - 1)
+    def _forward(self, tokens: Tensor, positions: Tensor, slots: Tensor, segment: Segment) -> Tensor:
         recording = Recording(self.routes, slots) if self.routes is not None else None
         step = PagedStep(cache=self.cache, slots=slots, segments=[segment], routing=recording)
         logits = self.module(
@@ -188,6 +180,14 @@ class Burst:
         if recording is not None:
             recording.write()
         return logits
+
+
+def _operators(device: torch.device) -> tuple[Callable[..., Places], Callable[..., None]]:
+    if not kernels.available(device):
+        return look_up, move_on
+    from lockstep.rollout import burst_kernels
+
+    return burst_kernels.look_up, burst_kernels.move_on
 
 
 def batch_sizes(largest: int) -> list[int]:

@@ -27,7 +27,7 @@ class SamplingBatch:
     """Parameters of the rows that sample in one step. The flags are known to the host, so they may branch."""
 
     temperature: Tensor  # [B] float32; 1 for greedy rows
-    greedy: Tensor  # [B] bool
+    greedy: Tensor  # [B] 0 or 1
     top_k: Tensor  # [B] int64; V where off
     top_p: Tensor  # [B] float32
     min_p: Tensor  # [B] float32
@@ -35,6 +35,15 @@ class SamplingBatch:
     position: Tensor  # [B] int64, of the token being drawn
     any_greedy: bool
     any_truncated: bool
+
+    @classmethod
+    def of(
+        cls, floats: Tensor, ints: Tensor, positions: Tensor, *, any_greedy: bool, any_truncated: bool
+    ) -> SamplingBatch:
+        """From columns of a SamplingTable, [3, B]."""
+        temperature, top_p, min_p = floats
+        greedy, top_k, seed = ints
+        return cls(temperature, greedy, top_k, top_p, min_p, seed, positions, any_greedy, any_truncated)
 
 
 class SamplingTable:
@@ -62,19 +71,8 @@ class SamplingTable:
         self._pending.clear()
 
     def batch(self, rows: Tensor, positions: Tensor, *, any_greedy: bool, any_truncated: bool) -> SamplingBatch:
-        temperature, top_p, min_p = self.floats.index_select(1, rows)
-        greedy, top_k, seed = self.ints.index_select(1, rows)
-        return SamplingBatch(
-            temperature=temperature,
-            greedy=greedy.bool(),
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-            seed=seed,
-            position=positions,
-            any_greedy=any_greedy,
-            any_truncated=any_truncated,
-        )
+        floats, ints = self.floats.index_select(1, rows), self.ints.index_select(1, rows)
+        return SamplingBatch.of(floats, ints, positions, any_greedy=any_greedy, any_truncated=any_truncated)
 
 
 def truncated(params: SamplingParams) -> bool:
@@ -94,7 +92,7 @@ def sample(logits_BV: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor]:
     logp_BV = (logits_BV.float() / temperature[:, None]).log_softmax(-1)
     tokens = _invert(logp_BV.exp(), uniform(batch.seed, batch.position))
     if batch.any_greedy:
-        tokens = torch.where(batch.greedy, logits_BV.argmax(-1), tokens)
+        tokens = torch.where(batch.greedy != 0, logits_BV.argmax(-1), tokens)
     return tokens, logp_BV.gather(-1, tokens[:, None])[:, 0]
 
 

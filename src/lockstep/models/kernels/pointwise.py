@@ -94,6 +94,16 @@ def _warps(block: int) -> int:
     return min(32, block // 256) or 1
 
 
+def rotary(inv_freq: Tensor, scaling: float, positions_1N: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """cos and sin of every position's angles, [1, N, D]: both halves of a head turn by the same ones."""
+    tables = inv_freq.new_empty(2, *positions_1N.shape, 2 * len(inv_freq), dtype=dtype)
+    _rotary[(positions_1N.numel(),)](
+        inv_freq, positions_1N, *tables, scaling, HALF=len(inv_freq), DEPENDENT=DEPENDENT, launch_pdl=DEPENDENT,
+        num_warps=1,
+    )  # fmt: skip
+    return tables[0], tables[1]
+
+
 def rotate_and_store(
     qkv_N: Tensor,
     norms: tuple[Tensor, Tensor] | None,
@@ -164,6 +174,19 @@ def _hand_on(
         # Two dimensions for G = 1 too: in one, the compiler would lay out loads, and with them sums, to suit the codes.
         lines = tl.reshape(value.to(tl.float32), (BLOCK // LINE, LINE))
         store_codes(lines, codes_ptr, scales_ptr, row, piece * (BLOCK // LINE), size)
+
+
+@triton.jit(do_not_specialize_on_alignment=["positions_ptr"])  # they may begin anywhere in a table
+def _rotary(inv_freq_ptr, positions_ptr, cos_ptr, sin_ptr, scaling, HALF: tl.constexpr, DEPENDENT: tl.constexpr):
+    let_next_start(DEPENDENT)
+    await_inputs(DEPENDENT)
+    token, d = tl.program_id(0).to(tl.int64), tl.arange(0, HALF)
+    angle = tl.load(positions_ptr + token).to(tl.float32) * tl.load(inv_freq_ptr + d)
+    cos = (tl.cos(angle) * scaling).to(cos_ptr.dtype.element_ty)
+    sin = (tl.sin(angle) * scaling).to(sin_ptr.dtype.element_ty)
+    for half in tl.static_range(2):
+        tl.store(cos_ptr + (token * 2 + half) * HALF + d, cos)
+        tl.store(sin_ptr + (token * 2 + half) * HALF + d, sin)
 
 
 @triton.jit
