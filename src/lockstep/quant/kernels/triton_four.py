@@ -20,7 +20,17 @@ from torch.nn import functional as F
 
 from lockstep.quant.kernels.triton_configs import LIBRARY_ABOVE, many_tile, max_chunks, tile_for, wide_tile
 from lockstep.quant.kernels.triton_decode import OPERANDS, SHRUNK, TO_BOTH, TO_E4M3, TO_INT8
-from lockstep.quant.kernels.triton_tiles import GROUP, INTERPRETED, Plan, chunk_of, finish, locate, make_plan
+from lockstep.quant.kernels.triton_tiles import (
+    DEPENDENT,
+    GROUP,
+    INTERPRETED,
+    Plan,
+    await_inputs,
+    chunk_of,
+    finish,
+    locate,
+    make_plan,
+)
 from lockstep.quant.kernels.triton_weights import dequantize_int4
 
 STEP, HALF = tl.constexpr(GROUP), tl.constexpr(GROUP // 2)
@@ -106,7 +116,8 @@ def run(
         _four_bit[plan.grid](
             x, sx, packed, scales, y, offsets, partials, counters, M, N, K, packed.shape[-1], plan.experts,
             plan.chunks, plan.chunk // GROUP, *scales.stride()[-2:],
-            ASSEMBLY=not INTERPRETED, GROUPS=plan.tile.groups, **plan.constants,
+            ASSEMBLY=not INTERPRETED, GROUPS=plan.tile.groups, DEPENDENT=DEPENDENT, launch_pdl=DEPENDENT,
+            **plan.constants,
         )  # fmt: skip
     return y
 
@@ -116,8 +127,9 @@ def _four_bit(
     x, sx, w, sw, y, offsets, partials, counters, M, N, K, row_bytes, experts, chunks, chunk_groups, scale_n, scale_k,
     ASSEMBLY: tl.constexpr, EVEN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     STAGES: tl.constexpr, PARALLEL: tl.constexpr, IN_TURN: tl.constexpr, EXPERTS: tl.constexpr,
-    GROUPS: tl.constexpr,
+    GROUPS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
+    await_inputs(DEPENDENT)
     expert, first, end = locate(offsets, M, experts, BM, EXPERTS)
     if first >= end:
         return
