@@ -40,7 +40,7 @@ pytestmark = [
 ]
 DTYPES = [torch.float32, *([torch.bfloat16] if DEVICE.type == "cuda" else [])]
 CODES = [InputCode("int8"), InputCode("fp8"), InputCode("fp8", grouped=True)]
-SHAPES = [(1, 1, 4096), (1, 4, 300), (2, 2, 96), (1, 3, 1100), (0, 64)]
+SHAPES = [(1, 1, 4096), (1, 4, 300), (2, 2, 96), (1, 3, 1100), (2, 4100), (0, 64)]
 SHAPES += [(700, 4096), (1, 65, 12288), (33, 5120)] if DEVICE.type == "cuda" else []
 EPS = 1e-6
 

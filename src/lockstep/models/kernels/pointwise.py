@@ -20,10 +20,11 @@ from torch import Tensor
 
 from lockstep.models.kv import LARGEST_E4M3, Pages
 from lockstep.quant.inputs import EncodedInput, InputCode, Rows
-from lockstep.quant.kernels.triton_rows import empty_codes, store_codes
+from lockstep.quant.kernels.triton_rows import codes_of, empty_codes, scale_of, store_codes
 from lockstep.quant.kernels.triton_tiles import DEPENDENT, GROUP, await_inputs, let_next_start
 
 LARGEST = tl.constexpr(LARGEST_E4M3)
+PIECE = 4096  # of a row that shares a scale
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, code: InputCode | None = None) -> Rows:
@@ -63,8 +64,13 @@ def gated_silu(gate_up: Tensor, code: InputCode | None = None) -> Rows:
     *lead, both = gate_up.shape
     size = both // 2
     gated = _empty(torch.Size([*lead, size]), gate_up, code)
-    whole_row = code is not None and not code.grouped
-    block = max(GROUP, triton.next_power_of_2(size)) if whole_row else 1024
+    if code is not None and not code.grouped:
+        _gated_row[gate_up.numel() // both,](
+            gate_up, *_pointers(gated)[1:], size, PIECE=PIECE, PIECES=triton.cdiv(size, PIECE),
+            DEPENDENT=DEPENDENT, launch_pdl=DEPENDENT, num_warps=32,
+        )  # fmt: skip
+        return gated
+    block = 1024
     _gated_silu[gate_up.numel() // both, triton.cdiv(size, block)](
         gate_up, *_pointers(gated), size, BLOCK=block, LINE=_line(code, block),
         DEPENDENT=DEPENDENT, launch_pdl=DEPENDENT, num_warps=_warps(block),
@@ -138,12 +144,12 @@ def _rms_norm(
     row, d = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     kind = x_ptr.dtype.element_ty
     x = tl.load(x_ptr + row * size + d, mask=d < size, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + d, mask=d < size, other=0.0)  # here, that it does not wait for the sum of squares
     if residual_ptr is not None:
         x = (x + tl.load(residual_ptr + row * size + d, mask=d < size, other=0.0).to(tl.float32)).to(kind)
         tl.store(total_ptr + row * size + d, x, mask=d < size)
         x = x.to(tl.float32)
     x = (x * tl.rsqrt(tl.sum(x * x, 0) / size + eps)).to(kind)
-    weight = tl.load(weight_ptr + d, mask=d < size, other=0.0)
     normed = (weight.to(tl.float32) * x.to(tl.float32)).to(kind)
     _hand_on(normed, out_ptr, codes_ptr, scales_ptr, row, 0, size, BLOCK, LINE)
 
@@ -155,11 +161,39 @@ def _gated_silu(
     let_next_start(DEPENDENT)
     await_inputs(DEPENDENT)
     row, d = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    value = _gated(x_ptr + row * 2 * size, d, size)
+    _hand_on(value, out_ptr, codes_ptr, scales_ptr, row, tl.program_id(1), size, BLOCK, LINE)
+
+
+@triton.jit
+def _gated_row(
+    x_ptr, codes_ptr, scales_ptr, size, PIECE: tl.constexpr, PIECES: tl.constexpr, DEPENDENT: tl.constexpr
+):  # fmt: skip
+    """A whole row, under one scale. In pieces: filled up to a power of two, it takes more time and registers."""
+    let_next_start(DEPENDENT)
+    await_inputs(DEPENDENT)
+    row, d = tl.program_id(0).to(tl.int64), tl.arange(0, PIECE)
+    values = ()
+    largest = tl.zeros((PIECE,), tl.int32)
+    for piece in tl.static_range(PIECES):
+        value = _gated(x_ptr + row * 2 * size, piece * PIECE + d, size).to(tl.float32)
+        largest = tl.maximum(largest, tl.abs(value).to(tl.int32, bitcast=True))
+        values = values + (value,)  # noqa: RUF005 - Triton has no starred expressions
+    scale = scale_of(tl.max(largest, 0).to(tl.float32, bitcast=True), codes_ptr)
+    tl.store(scales_ptr + row, scale)
+    for piece in tl.static_range(PIECES):
+        k = piece * PIECE + d
+        tl.store(codes_ptr + row * size + k, codes_of(values[piece], scale, codes_ptr), k < size)
+
+
+@triton.jit
+def _gated(x_ptr, d, size):
+    """silu(gate) · up of a row, at d."""
     kind = x_ptr.dtype.element_ty
-    gate = tl.load(x_ptr + row * 2 * size + d, mask=d < size, other=0.0).to(tl.float32)
-    up = tl.load(x_ptr + row * 2 * size + size + d, mask=d < size, other=0.0).to(tl.float32)
+    gate = tl.load(x_ptr + d, mask=d < size, other=0.0).to(tl.float32)
+    up = tl.load(x_ptr + size + d, mask=d < size, other=0.0).to(tl.float32)
     gate = (gate / (1 + tl.exp(-gate))).to(kind).to(tl.float32)
-    _hand_on((gate * up).to(kind), out_ptr, codes_ptr, scales_ptr, row, tl.program_id(1), size, BLOCK, LINE)
+    return (gate * up).to(kind)
 
 
 @triton.jit

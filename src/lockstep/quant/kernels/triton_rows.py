@@ -77,15 +77,32 @@ def store_codes(value, codes, scales, row, first, K):
     W: tl.constexpr = value.shape[1]
     line = first + tl.arange(0, G)
     k = line[:, None] * W + tl.arange(0, W)[None, :]
-    absmax = absmax_of(value, 1).to(tl.float32, bitcast=True)
+    scale = scale_of(absmax_of(value, 1).to(tl.float32, bitcast=True), codes)
+    code = codes_of(value, scale[:, None], codes)
+    tl.store(codes + row * K + k, code, k < K)
+    tl.store(scales + row * tl.cdiv(K, W) + line, scale, line * W < K)
+
+
+@triton.jit
+def scale_of(absmax, codes):
+    """That makes the largest magnitude the largest of the codes which `codes` points to."""
     if codes.dtype.element_ty == tl.int8:
         scale = _at_least(tl.div_rn(absmax, INT8_MAX), INT8_MIN_SCALE)
-        code = nearest(tl.clamp(quotient(value, scale[:, None]), -INT8_MAX, INT8_MAX))
     else:
         scale = fp8_scale(absmax)
-        code = fp8_codes(value, scale[:, None])
-    tl.store(codes + row * K + k, code.to(codes.dtype.element_ty), k < K)
-    tl.store(scales + row * tl.cdiv(K, W) + line, scale, line * W < K)
+    return scale
+
+
+@triton.jit
+def codes_of(value, scale, codes):
+    """Of the type that `codes` points to."""
+    kind: tl.constexpr = codes.dtype.element_ty
+    if kind == tl.int8:
+        code = tl.clamp(quotient(value, scale), -INT8_MAX, INT8_MAX) + TO_NEAREST
+        code = code.to(tl.int32, bitcast=True)  # its last bits are the integer; a conversion takes longer
+    else:
+        code = fp8_codes(value, scale)
+    return code.to(kind)
 
 
 @triton.jit
