@@ -179,6 +179,17 @@ def codes(*shape: int, dtype: torch.dtype) -> Tensor:
     return torch.zeros(shape, dtype=torch.int8).view(dtype)
 
 
+def test_tiles_of_64_rows_are_halved_where_they_leave_half_of_the_device_idle() -> None:
+    """By half a tile, not by a part of K: that would change results."""
+    from lockstep.quant.kernels.triton_eight import plan_for
+
+    few, in_parts, many = (plan_for("fp8", 64, N, K) for N, K in ((4096, 4096), (4096, 12288), (6144, 4096)))
+    assert (few.grid, few.chunks) == ((2, 64, 1), 1)
+    assert (in_parts.grid, in_parts.chunks) == ((1, 64, 2), 2)
+    assert (many.grid, many.chunks) == ((1, 96, 1), 1)
+    assert plan_for("fp8", 32, 4096, 4096).grid == plan_for("fp8", 16, 4096, 4096).grid == (1, 64, 1)
+
+
 def four_bit_weight(*experts: int) -> tuple[Tensor, Tensor]:
     """Scales lie as the engine has them, group by group."""
     return torch.zeros(*experts, 1024, 2048, dtype=torch.uint8), torch.ones(*experts, 32, 1024).mT
@@ -193,6 +204,8 @@ def test_low_bit_products(rows: int, compiled: list[str]) -> None:
         matmul(codes(rows, 4096, dtype=kind), one, codes(1024, 4096, dtype=kind), torch.ones(1024), BF16)
     blocks, weight = torch.ones(rows, 32), codes(1024, 4096, dtype=E4M3)
     triton_eight.fp8_block_matmul(codes(rows, 4096, dtype=E4M3), blocks, weight, torch.ones(8, 32), BF16)
+    weight = codes(9000, 256, dtype=E4M3)
+    triton_eight.fp8_block_matmul(codes(rows, 256, dtype=E4M3), torch.ones(rows, 2), weight, torch.ones(71, 2), BF16)
     triton_four.w4a8_matmul(codes(rows, 4096, dtype=torch.int8), one, *four_bit_weight(), BF16)
     triton_four.w4a8_fp8_matmul(codes(rows, 4096, dtype=E4M3), one, *four_bit_weight(), BF16)
     for dtype in (BF16, torch.float16):

@@ -68,6 +68,11 @@ DENSE: dict[str, dict[int, Tile]] = {
         ANY: Tile(128, 64, 4, 3),
     },
 }
+# One 8-bit weight: where tiles of so many rows leave half of the device idle → tiles of half as many. Two programs read
+# the same weights then, but less passes through each multiprocessor.
+HALVES: dict[int, Tile] = {
+    64: Tile(32, 64, 4, 5, lone_stages=13),
+}
 # Up to so many rows per expert, on average → tile.
 GROUPED: dict[str, dict[int, Tile]] = {
     "int8": {

@@ -13,19 +13,24 @@ import triton.language as tl
 from torch import Tensor
 
 from lockstep.quant.kernels import cuda
-from lockstep.quant.kernels.triton_configs import LIBRARY_ABOVE, many_tile, tile_for
+from lockstep.quant.kernels.triton_configs import HALVES, LIBRARY_ABOVE, many_tile, tile_for
 from lockstep.quant.kernels.triton_tiles import (
     DEPENDENT,
     GROUP,
+    MULTIPROCESSORS,
     Plan,
+    Tile,
     await_inputs,
     chunk_of,
+    fetch_ahead,
     finish,
+    let_next_start,
     locate,
     make_plan,
 )
 
 STEP = tl.constexpr(GROUP)
+WGMMA_ROWS = 64  # of the first matrix in a product that a group of four warps computes
 SMALLEST_CHUNK = 6144  # of K: shorter ones cost more where their sums meet than they gain
 
 
@@ -73,15 +78,26 @@ def eight_bit(
 ) -> Tensor:
     """All of the above: `kind` is int8, fp8 or fp8_block."""
     (M, K), N, experts = xq.shape, wq.shape[-2], 0 if offsets is None else len(wq)
-    plan = make_plan(tile_for(kind, M, experts), K // SMALLEST_CHUNK, M, N, K, experts, exact=kind == "int8")
-    return run(plan, kind, xq, sx, offsets, wq, sw, dtype)
+    return run(plan_for(kind, M, N, K, experts), kind, xq, sx, offsets, wq, sw, dtype)
+
+
+def plan_for(kind: str, M: int, N: int, K: int, experts: int = 0) -> Plan:
+    """By the table; in tiles of half the rows where whole ones leave half of the device idle."""
+
+    def plan(tile: Tile) -> Plan:
+        return make_plan(tile, K // SMALLEST_CHUNK, M, N, K, experts, exact=kind == "int8")
+
+    whole = plan(tile_for(kind, M, experts))
+    halves = None if experts else HALVES.get(whole.tile.rows)
+    return plan(halves) if halves and 2 * whole.programs <= MULTIPROCESSORS else whole
 
 
 def run(
     plan: Plan, kind: str, xq: Tensor, sx: Tensor, offsets: Tensor | None, wq: Tensor, sw: Tensor, dtype: torch.dtype
 ) -> Tensor:
     """With the given plan, whatever the table says."""
-    assert kind != "fp8_block" or plan.tile.outputs <= GROUP, "a tile has one row of block scales"
+    blocks = kind == "fp8_block"
+    assert not blocks or plan.tile.outputs <= GROUP, "a tile has one row of block scales"
     (M, K), N = xq.shape, wq.shape[-2]
     xq, wq, sx, sw = xq.contiguous(), wq.contiguous(), sx.contiguous(), sw.contiguous()
     y = torch.empty(M, N, dtype=dtype, device=xq.device)
@@ -89,24 +105,29 @@ def run(
     if M:
         _eight_bit[plan.grid](
             xq, sx, wq, sw, y, offsets, partials, counters, M, N, K, plan.experts, plan.chunks, plan.chunk // GROUP,
-            BLOCK_SCALED=kind == "fp8_block", DEPENDENT=DEPENDENT, launch_pdl=DEPENDENT, **plan.constants,
+            plan.ahead, BLOCK_SCALED=blocks, ROWS_FIRST=blocks and plan.tile.rows >= WGMMA_ROWS,
+            DEPENDENT=DEPENDENT, launch_pdl=DEPENDENT, **plan.constants,
         )  # fmt: skip
     return y
 
 
-@triton.jit(do_not_specialize=["M", "experts", "chunks"])
+@triton.jit(do_not_specialize=["M", "experts", "chunks", "ahead"])
 def _eight_bit(
-    x, sx, w, sw, y, offsets, partials, counters, M, N, K, experts, chunks, chunk_groups,
-    BLOCK_SCALED: tl.constexpr, EVEN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    x, sx, w, sw, y, offsets, partials, counters, M, N, K, experts, chunks, chunk_groups, ahead,
+    BLOCK_SCALED: tl.constexpr, ROWS_FIRST: tl.constexpr, EVEN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     STAGES: tl.constexpr, PARALLEL: tl.constexpr, IN_TURN: tl.constexpr, EXPERTS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
+    outputs = tl.program_id(1) * BN + tl.arange(0, BN)
+    chunk = chunk_groups * STEP
+    if DEPENDENT and EXPERTS == 0:  # which expert's weights are read is an input, too
+        start = tl.program_id(2) * chunk
+        fetch_ahead(w + (outputs % N).to(tl.int64) * K + start, tl.minimum(ahead, K - start))
     await_inputs(DEPENDENT)
     expert, first, end = locate(offsets, M, experts, BM, EXPERTS)
     if first >= end:
         return
     rows = first + tl.arange(0, BM)
-    outputs = tl.program_id(1) * BN + tl.arange(0, BN)
     # Out of range: a row of zeros, another output's weight; what comes of them is not written. Reading a valid row in
     # place of the zeros takes time, for all programs then ask the L2 cache for the same few lines.
     inside = rows < end
@@ -115,18 +136,23 @@ def _eight_bit(
     groups = tl.cdiv(K, STEP)
     sx_rows = sx + tl.minimum(rows, end - 1).to(tl.int64) * groups  # in L1, unlike rows, and a mask takes registers
     sw_row = sw + (expert * tl.cdiv(N, STEP) + tl.program_id(1) * BN // STEP) * groups
-    chunk = chunk_groups * STEP
     if IN_TURN:
-        acc = tl.zeros((BN, BM), tl.float32)
+        acc = tl.zeros((BM, BN) if ROWS_FIRST else (BN, BM), tl.float32)
         for start in range(0, K, chunk):
             stop = tl.minimum(start + chunk, K)
             acc += _sum_chunk(
-                x_rows, inside, w_rows, sx_rows, sw_row, start, stop, K, BM, BN, STAGES, BLOCK_SCALED, EVEN
+                x_rows, inside, w_rows, sx_rows, sw_row, start, stop, K, BM, BN, STAGES, BLOCK_SCALED, ROWS_FIRST, EVEN
             )
     else:
         start = tl.program_id(2) * chunk
         stop = tl.minimum(start + chunk, K)
-        acc = _sum_chunk(x_rows, inside, w_rows, sx_rows, sw_row, start, stop, K, BM, BN, STAGES, BLOCK_SCALED, EVEN)
+        acc = _sum_chunk(
+            x_rows, inside, w_rows, sx_rows, sw_row, start, stop, K, BM, BN, STAGES, BLOCK_SCALED, ROWS_FIRST, EVEN
+        )
+    if ROWS_FIRST:
+        acc = tl.trans(acc)
+    if not BLOCK_SCALED:  # those are followed by many small programs, which settle unevenly
+        let_next_start(DEPENDENT)
     SCALED: tl.constexpr = "none" if BLOCK_SCALED else "both"
     sw += expert * N
     finish(acc, y, sx, sw, rows, end, outputs, N, partials, counters, chunks, BM, BN, PARALLEL, SCALED)
@@ -136,18 +162,20 @@ def _eight_bit(
 def _sum_chunk(
     x, inside, w, sx, sw, start, stop, K,
     BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
-    BLOCK_SCALED: tl.constexpr, EVEN: tl.constexpr,
+    BLOCK_SCALED: tl.constexpr, ROWS_FIRST: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """The sum over K from start to stop, [BN, BM], group by group."""
-    acc = tl.zeros((BN, BM), tl.int32 if w.dtype.element_ty == tl.int8 else tl.float32)
+    """The sum over K from start to stop, group by group: [BN, BM] or, with ROWS_FIRST, [BM, BN]."""
+    acc = tl.zeros((BM, BN) if ROWS_FIRST else (BN, BM), tl.int32 if w.dtype.element_ty == tl.int8 else tl.float32)
     for k in tl.range(start, stop, STEP, num_stages=STAGES):
-        acc = _add_group(acc, x, inside, w, sx, sw, k, K, BLOCK_SCALED, EVEN)
+        acc = _add_group(acc, x, inside, w, sx, sw, k, K, BLOCK_SCALED, ROWS_FIRST, EVEN)
     return acc
 
 
 @triton.jit
-def _add_group(acc, x, inside, w, sx, sw, k, K, BLOCK_SCALED: tl.constexpr, EVEN: tl.constexpr):
-    """acc [BN, BM] plus the product over 128 values of K."""
+def _add_group(
+    acc, x, inside, w, sx, sw, k, K, BLOCK_SCALED: tl.constexpr, ROWS_FIRST: tl.constexpr, EVEN: tl.constexpr
+):  # fmt: skip
+    """acc plus the product over 128 values of K. Rows first, a thread needs the scales of 2 rows instead of 16."""
     ks = tl.arange(0, STEP) + k
     if EVEN:
         w_group = tl.load(w[:, None] + ks[None, :])
@@ -157,6 +185,9 @@ def _add_group(acc, x, inside, w, sx, sw, k, K, BLOCK_SCALED: tl.constexpr, EVEN
         x_group = tl.load(x[None, :] + ks[:, None], (ks < K)[:, None] & inside[None, :], 0.0)
     if acc.dtype == tl.int32:
         acc = tl.dot(w_group, x_group, acc, out_dtype=tl.int32)
+    elif ROWS_FIRST:
+        scale = tl.load(sx + k // STEP)[:, None] * tl.load(sw + k // STEP)
+        acc = tl.fma(tl.dot(tl.trans(x_group), tl.trans(w_group)), scale, acc)
     elif BLOCK_SCALED:
         scale = tl.load(sx + k // STEP)[None, :] * tl.load(sw + k // STEP)
         acc = tl.fma(tl.dot(w_group, x_group), scale, acc)

@@ -33,6 +33,7 @@ DEPENDENT = _HOPPER and not INTERPRETED  # kernels are launched while their inpu
 MULTIPROCESSORS = 132  # of an H200
 _FULL = 150  # tiles that keep the device busy: where there are fewer, chunks run side by side
 _ALIGNED = 2 * GROUP  # chunks start at multiples of it
+_AHEAD = 4 << 20  # bytes of a weight that a launch fetches while it awaits its inputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +66,17 @@ class Plan:
         return self.row_tiles, self.output_tiles, self.chunks if self.parallel else 1
 
     @property
+    def programs(self) -> int:
+        return math.prod(self.grid)
+
+    @property
+    def ahead(self) -> int:
+        """Bytes of an output's weights that a program fetches while it awaits its inputs."""
+        return min(self.chunk, _AHEAD // (self.programs * self.tile.outputs))
+
+    @property
     def stages(self) -> int:
-        lone = math.prod(self.grid) <= MULTIPROCESSORS
+        lone = self.programs <= MULTIPROCESSORS
         return self.tile.lone_stages or self.tile.stages if lone else self.tile.stages
 
     @property
@@ -156,6 +166,21 @@ def let_next_start(DEPENDENT: tl.constexpr):
 
 
 @triton.jit
+def fetch_ahead(rows, num_bytes):
+    """Brings the first bytes behind pointers [W] into the L2 cache, as far as they fill steps of two groups.
+
+    Allowed before inputs are awaited, whoever may still write there: writes go to the same cache. In the order in which
+    the loop reads them, and not by bulk copies, which are slow at pieces as small as an output has in a group.
+    """
+    groups = tl.arange(0, 2)[None, :] * 128
+    for done in range(0, num_bytes - 255, 256):
+        places = (rows[:, None] + (done + groups)).to(tl.int64)
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [places], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
+@triton.jit
 def locate(offsets, M, experts, BM: tl.constexpr, EXPERTS: tl.constexpr):
     """This program's expert, first row and end of rows. Without a tile to compute, the first row is at the end."""
     tile = tl.program_id(0)
@@ -188,7 +213,7 @@ def finish(
         tl.debug_barrier()  # every thread's part is written before the arrival is announced
         if tl.atomic_add(counters + tile, 1, sem="acq_rel") == chunks - 1:
             total = tl.zeros_like(acc)
-            for chunk in range(chunks):
+            for chunk in tl.range(0, chunks, loop_unroll_factor=2):  # two are on their way at the same time
                 total += tl.load(sums + chunk * (BN * BM), cache_modifier=".cg")
             tl.store(counters + tile, 0)
             _write(total, y, sx, sw, rows, end, outputs, N, SCALED)
