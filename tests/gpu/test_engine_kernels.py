@@ -140,6 +140,24 @@ def test_a_key_that_is_nan_is_not_lost_in_8_bits(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_many_tokens_are_rotated_as_few_are(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some at a time, of which the last program has fewer."""
+    from lockstep.models.kernels import pointwise
+
+    torch.manual_seed(3)
+    qkv, norms = torch.randn(21, 4 * 2 * 32, device=DEVICE).to(dtype), torch.rand(2, 32, device=DEVICE).to(dtype)
+    angles, slots = torch.rand(21, 32, device=DEVICE), torch.arange(21, device=DEVICE) * 17
+    rotary = angles.cos().to(dtype), angles.sin().to(dtype)
+    one_by_one, some = (cache_of(2, 32, dtype) for _ in range(2))
+    arguments = qkv, (norms[0], norms[1]), 1e-6, rotary, slots
+    expected = pointwise.rotate_and_store(*arguments, one_by_one.layer(0))
+    monkeypatch.setattr(pointwise, "FEW_TOKENS", 4)
+    assert torch.equal(pointwise.rotate_and_store(*arguments, some.layer(0)), expected)
+    assert torch.equal(some.keys, one_by_one.keys)
+    assert torch.equal(some.values, one_by_one.values)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_8_bit_pages_are_written_as_torch_would(dtype: torch.dtype) -> None:
     from lockstep.models.kernels.pointwise import rotate_and_store
 

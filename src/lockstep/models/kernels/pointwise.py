@@ -24,6 +24,7 @@ from lockstep.quant.kernels.triton_rows import codes_of, empty_codes, scale_of, 
 from lockstep.quant.kernels.triton_tiles import DEPENDENT, GROUP, await_inputs, let_next_start
 
 LARGEST = tl.constexpr(LARGEST_E4M3)
+FEW_TOKENS, SOME_TOKENS = 2048, 8  # from how many on a program rotates so many: else starting it takes longest
 PIECE = 4096  # of a row that shares a scale
 
 
@@ -126,8 +127,9 @@ def rotate_and_store(
     query = qkv_N.new_empty(num_tokens, num_queries, size)
     query_norm, key_norm = norms if norms is not None else (qkv_N, qkv_N)
     group = num_queries // heads
-    _rotate_and_store[num_tokens, heads](
-        qkv_N, query_norm, key_norm, cos, sin, slots_N, query, *cache, eps, qkv_N.stride(0),
+    tokens = 1 if num_tokens <= FEW_TOKENS else SOME_TOKENS
+    _rotate_and_store[triton.cdiv(num_tokens, tokens), heads](
+        qkv_N, query_norm, key_norm, cos, sin, slots_N, query, *cache, eps, qkv_N.stride(0), num_tokens, TOKENS=tokens,
         H=heads, G=group, GP=triton.next_power_of_2(group), D=size, NORM=norms is not None,
         DEPENDENT=DEPENDENT, launch_pdl=DEPENDENT, num_warps=1,
     )  # fmt: skip
@@ -246,31 +248,32 @@ def _rotated(
     return (straight + crossed).to(kind)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _rotate_and_store(
     qkv_ptr, query_norm_ptr, key_norm_ptr, cos_ptr, sin_ptr, slots_ptr, query_ptr, keys_ptr, values_ptr,
-    key_scales_ptr, value_scales_ptr, eps, stride,
+    key_scales_ptr, value_scales_ptr, eps, stride, num_tokens, TOKENS: tl.constexpr,
     H: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, NORM: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """A token's key and value of one head, and the queries that read them."""
+    """Some tokens' keys and values of one head, and the queries that read them."""
     let_next_start(DEPENDENT)
     await_inputs(DEPENDENT)
-    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    begin, head = tl.program_id(0).to(tl.int64) * TOKENS, tl.program_id(1)
     kind: tl.constexpr = query_ptr.dtype.element_ty
     d, g, one = tl.arange(0, D), tl.arange(0, GP), tl.arange(0, 1)
     other = (d + D // 2) % D
     sign = tl.where(d < D // 2, -1.0, 1.0)
-    cos = tl.load(cos_ptr + token * D + d).to(tl.float32)
-    sin = tl.load(sin_ptr + token * D + d).to(tl.float32)
-    row = qkv_ptr + token * stride
+    for token in range(begin, tl.minimum(begin + TOKENS, num_tokens)):
+        cos = tl.load(cos_ptr + token * D + d).to(tl.float32)
+        sin = tl.load(sin_ptr + token * D + d).to(tl.float32)
+        row = qkv_ptr + token * stride
 
-    q = _rotated(row + head * G * D, query_norm_ptr, cos, sin, sign, g, d, other, eps, kind, G, D, NORM)
-    tl.store(query_ptr + ((token * H + head) * G + g[:, None]) * D + d, q, mask=(g < G)[:, None])
-    slot = tl.load(slots_ptr + token).to(tl.int64) * H + head
-    k = _rotated(row + (H * G + head) * D, key_norm_ptr, cos, sin, sign, one, d, other, eps, kind, 1, D, NORM)
-    _store(keys_ptr, key_scales_ptr, slot, k, one, d, D)
-    v = tl.load(row + (H * G + H + head) * D + one[:, None] * D + d)
-    _store(values_ptr, value_scales_ptr, slot, v, one, d, D)
+        q = _rotated(row + head * G * D, query_norm_ptr, cos, sin, sign, g, d, other, eps, kind, G, D, NORM)
+        tl.store(query_ptr + ((token * H + head) * G + g[:, None]) * D + d, q, mask=(g < G)[:, None])
+        slot = tl.load(slots_ptr + token).to(tl.int64) * H + head
+        k = _rotated(row + (H * G + head) * D, key_norm_ptr, cos, sin, sign, one, d, other, eps, kind, 1, D, NORM)
+        _store(keys_ptr, key_scales_ptr, slot, k, one, d, D)
+        v = tl.load(row + (H * G + H + head) * D + one[:, None] * D + d)
+        _store(values_ptr, value_scales_ptr, slot, v, one, d, D)
 
 
 @triton.jit
