@@ -252,7 +252,7 @@ def test_rows_of_a_burst_are_looked_up() -> None:
     found, expected = burst_kernels.look_up(*given), burst_state.look_up(*given)
     assert expected.start.tolist() == [17, 9_000, 0, 0]
     assert expected.slots.tolist()[2:] == [1234, 1234]
-    held = torch.arange(600, device=DEVICE) <= (expected.start // PAGE)[:, None]
+    held = torch.arange(600, device=DEVICE) <= (positions // PAGE)[:, None]
     for ours, theirs in zip(found, expected._replace(pages=expected.pages * held), strict=True):
         assert torch.equal(ours, theirs)
 

@@ -11,8 +11,8 @@ from lockstep.models.few_rows import LEAST_WEIGHTS, linear_function
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")]
 
-# small weights and large ones, tiles of which the last is not full, K that is no multiple of a step
-SHAPES = [(1, 64, 128), (5, 70, 1000), (16, 4096, 4096), (17, 1024, 3072), (33, 4096, 12288), (64, 20000, 520)]
+# tiles of which the last is not full, K that is no multiple of a step
+SHAPES = [(1, 64, 128), (5, 70, 1000), (16, 4096, 4096), (17, 1024, 3072), (31, 4096, 12288), (32, 20000, 520)]
 
 
 def given(M: int, N: int, K: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -33,7 +33,7 @@ def test_they_are_as_exact_as_the_librarys_and_repeatable(M: int, N: int, K: int
     assert all(torch.equal(found[0], other) for other in found[1:])
 
 
-@pytest.mark.parametrize("rows", [1, 32, 64])
+@pytest.mark.parametrize("rows", [1, 16, 32])
 def test_a_chain_of_them_awaits_its_inputs(rows: int) -> None:
     """Each is launched while the one before still runs. Captured, as the engine runs them."""
     from lockstep.models.kernels import few_rows

@@ -105,13 +105,11 @@ def test_small_and_uneven_batches_cut_their_keys(programs: int, splits: int, til
     assert attention.choose_tile(programs, 132, 4, 128) == getattr(attention, tile)
 
 
-@pytest.mark.parametrize("rows", [1, 32, 64])
-@pytest.mark.parametrize("outputs", [512, 4096])
-def test_products_of_few_rows(rows: int, outputs: int, compiled: list[str]) -> None:
+@pytest.mark.parametrize("rows", [1, 32])
+def test_products_of_few_rows(rows: int, compiled: list[str]) -> None:
     from lockstep.models.kernels import few_rows
 
-    weight = torch.empty(outputs, 4096, dtype=BF16)
-    few_rows.linear(torch.empty(min(rows, few_rows.most_rows(weight)), 4096, dtype=BF16), weight)
+    few_rows.linear(torch.empty(rows, 4096, dtype=BF16), torch.empty(512, 4096, dtype=BF16))
     assert compiled == ["_linear"]
 
 

@@ -2,7 +2,7 @@
 
 On a CPU PyTorch hands float32 products to MKL, which takes longer than oneDNN for large weights and 8 to 128 rows.
 oneDNN is asked directly here, by the operator that torch.compile uses for it. On a Hopper GPU a kernel of our own runs
-bfloat16 products of up to 64 rows, which reads weights while what comes before it still ends.
+bfloat16 products of up to 32 rows, which reads weights while what comes before it still ends.
 """
 
 from __future__ import annotations
@@ -62,6 +62,6 @@ def _streamed(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
     from lockstep.models.kernels import few_rows  # Gluon is experimental: nobody else depends on it
 
     rows = input.reshape(-1, input.shape[-1])
-    if bias is not None or not 0 < len(rows) <= few_rows.most_rows(weight):
+    if bias is not None or not 0 < len(rows) <= few_rows.MOST_ROWS:
         return F.linear(input, weight, bias)
     return few_rows.linear(rows, weight).view(*input.shape[:-1], len(weight))

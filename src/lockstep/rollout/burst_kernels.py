@@ -43,17 +43,17 @@ def _look_up(
     b, p, kind = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK), tl.arange(0, 4)
     row, position = tl.load(rows_ptr + b), tl.load(positions_ptr + b)
     alive = position < tl.load(last_ptr + b)
-    start, pages = tl.where(alive, position, 0), table_ptr + row * num_pages
+    pages = table_ptr + row * num_pages
     slot = tl.load(pages + position // S) * S + position % S
-    tl.store(start_ptr + b, start)
+    tl.store(start_ptr + b, tl.where(alive, position, 0))
     tl.store(slots_ptr + b, tl.where(alive, slot, idle_slot))
     tl.store(drawn_ptr + b, position + 1)
     ints = tl.load(ints_ptr + kind * num_rows + row, mask=kind < 3)
     tl.store(ints_out_ptr + kind * size + b, ints, mask=kind < 3)
     floats = tl.load(floats_ptr + kind * num_rows + row, mask=kind < 3)
     tl.store(floats_out_ptr + kind * size + b, floats, mask=kind < 3)
-    for first in range(0, num_pages, BLOCK):  # 0 where none are read: they must be pages for all that
-        held = tl.load(pages + first + p, mask=first + p <= start // S, other=0)
+    for first in range(0, num_pages, BLOCK):  # of those that idle, too: they may be the first of a group
+        held = tl.load(pages + first + p, mask=first + p <= position // S, other=0)
         tl.store(pages_ptr + b * num_pages + first + p, held, mask=first + p < num_pages)
 
 

@@ -31,7 +31,7 @@ class Places(NamedTuple):
     drawn: Tensor  # [B] positions of what is drawn
     ints: Tensor  # [3, B] of the sampling table
     floats: Tensor  # [3, B]
-    pages: Tensor  # [B, P] of which those that hold keys matter
+    pages: Tensor  # [B, P], of which those up to the position matter
 
 
 def look_up(state: State, table: Tensor, ints: Tensor, floats: Tensor, page_size: int, idle_slot: int) -> Places:

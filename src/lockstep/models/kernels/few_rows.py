@@ -14,8 +14,6 @@ Shapes: M rows, K inputs, N outputs; a step is 128 of K.
 # pyright: reportMissingImports=false, reportIndexIssue=false
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 from triton.experimental import gluon
@@ -35,46 +33,28 @@ from lockstep.quant.kernels.triton_tiles import cdiv, counters, multiprocessors
 
 LINE = gl.constexpr(64)  # of K: what is copied, and multiplied, at a time
 LINES = gl.constexpr(2)  # of a stage
+OUTPUTS = gl.constexpr(64)  # of a tile
 MOST_PIECES = 4  # of a tile, as a rule: adding them up takes time
-
-
-@dataclass(frozen=True, slots=True)
-class Tile:
-    outputs: int  # 64 for each four warps
-    stages: int  # what shared memory holds
-
-
-# Up to so many rows → tile. Large weights: every tile reads all rows again, and there are tiles enough for everyone.
-LARGE = {16: Tile(128, 6), 32: Tile(128, 5), 64: Tile(128, 4)}
-SMALL = {16: Tile(64, 10), 32: Tile(64, 8)}
-LEAST_LARGE = 2**23  # weights
+STAGES = {16: 10, 32: 8}  # for up to so many rows: what shared memory holds
+MOST_ROWS = max(STAGES)  # more, and a library takes less time: every tile reads all rows again
 _LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-
-
-def most_rows(weight: Tensor) -> int:
-    """Up to which a library takes longer."""
-    return max(_tiles(weight))
-
-
-def _tiles(weight: Tensor) -> dict[int, Tile]:
-    return LARGE if weight.numel() >= LEAST_LARGE else SMALL
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
     """bfloat16 [M, K] and [N, K] to [M, N]."""
     (M, K), N, x = x.shape, len(weight), x.contiguous()
-    rows, tile = next((rows, tile) for rows, tile in _tiles(weight).items() if rows >= M)
+    rows, stages = next((rows, stages) for rows, stages in STAGES.items() if rows >= M)
     steps = cdiv(K, LINE.value * LINES.value)
-    total = steps * cdiv(N, tile.outputs)
+    total = steps * cdiv(N, OUTPUTS.value)
     share = max(cdiv(total, multiprocessors(x.device)), cdiv(steps, MOST_PIECES))
     programs, pieces = cdiv(total, share), cdiv(steps, share) + 1
     y = x.new_empty(M, N)
-    sums = torch.empty(programs * pieces * tile.outputs * rows, dtype=torch.float32, device=x.device)
+    sums = torch.empty(programs * pieces * OUTPUTS.value * rows, dtype=torch.float32, device=x.device)
     _linear[(programs,)](
         TensorDescriptor.from_tensor(x, [rows, LINE.value], _LAYOUT),
-        TensorDescriptor.from_tensor(weight, [tile.outputs, LINE.value], _LAYOUT),
-        y, sums, counters(x.device), M, N, steps, total, share, pieces, STAGES=tile.stages,
-        num_warps=tile.outputs // 16, maxnreg=96, launch_pdl=True,
+        TensorDescriptor.from_tensor(weight, [OUTPUTS.value, LINE.value], _LAYOUT),
+        y, sums, counters(x.device), M, N, steps, total, share, pieces, STAGES=stages,
+        num_warps=4, maxnreg=96, launch_pdl=True,
     )  # fmt: skip
     return y
 
@@ -131,9 +111,9 @@ def _load(ring, x, w, begin, end, steps):
 def _load_weights(ring, w, step, stage, steps):
     rows, weights, full, _ = ring
     ready = full.index(stage)
-    mbarrier.expect(ready, LINES * LINE * 2 * (weights.shape[1] + rows.shape[1]))
+    mbarrier.expect(ready, LINES * LINE * 2 * (OUTPUTS + rows.shape[1]))
     for line in gl.static_range(LINES):
-        place = [step // steps * weights.shape[1], (step % steps * LINES + line) * LINE]
+        place = [step // steps * OUTPUTS, (step % steps * LINES + line) * LINE]
         tma.async_copy_global_to_shared(w, place, ready, weights.index(stage * LINES + line))
 
 
@@ -166,9 +146,8 @@ def _multiply(ring, done, count):
     """The product [outputs, rows] over the next `count` steps in the ring."""
     rows, weights, full, empty = ring
     STAGES: gl.constexpr = full.shape[0]
-    OUTPUTS: gl.constexpr = weights.shape[1]
     ROWS: gl.constexpr = rows.shape[1]
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, ROWS, 16])
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     product = gl.zeros([OUTPUTS, ROWS], gl.float32, LAYOUT)
     for i in range(count):
         stage = (done + i) % STAGES
@@ -187,9 +166,9 @@ def _multiply(ring, done, count):
 @gluon.jit
 def _meet(product, y, sums, counters, tile, M, N, steps, share, pieces):
     """Leaves this piece of a tile; the last one to come adds up all of them and writes the tile."""
-    SIZE: gl.constexpr = product.shape[0] * product.shape[1]
+    SIZE: gl.constexpr = OUTPUTS * product.shape[1]
     first, last = tile * steps // share, ((tile + 1) * steps - 1) // share  # programs that have a piece of it
-    outputs = gl.arange(0, product.shape[0], gl.SliceLayout(1, product.type.layout))
+    outputs = gl.arange(0, OUTPUTS, gl.SliceLayout(1, product.type.layout))
     rows = gl.arange(0, product.shape[1], gl.SliceLayout(0, product.type.layout))
     place = sums + first * pieces * SIZE + outputs[:, None] * product.shape[1] + rows[None, :]
     gl.store(place + (gl.program_id(0) - first) * SIZE, product)
@@ -205,9 +184,7 @@ def _meet(product, y, sums, counters, tile, M, N, steps, share, pieces):
 @gluon.jit
 def _write(product, y, tile, M, N):
     """Threads exchange what they hold, so that neighbours write neighbouring outputs."""
-    OUTPUTS: gl.constexpr = product.shape[0]
-    LANES: gl.constexpr = OUTPUTS // 8
-    LAYOUT: gl.constexpr = gl.BlockedLayout([8, 1], [LANES, 32 // LANES], [1, gl.num_warps()], [0, 1])
+    LAYOUT: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])
     rows = gl.arange(0, product.shape[1], gl.SliceLayout(0, LAYOUT))[None, :]
     outputs = tile * OUTPUTS + gl.arange(0, OUTPUTS, gl.SliceLayout(1, LAYOUT))[:, None]
     value = gl.convert_layout(product.to(y.dtype.element_ty), LAYOUT)

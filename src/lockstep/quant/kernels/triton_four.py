@@ -112,12 +112,12 @@ def run(
     x, packed = x.contiguous(), packed.contiguous()
     y = torch.empty(M, N, dtype=dtype, device=x.device)
     partials, counters = plan.meeting_place(torch.float32, x.device)
+    early = DEPENDENT and sx is None  # beside a kernel that encodes rows, programs would settle unevenly
     if M:
         _four_bit[plan.grid](
             x, sx, packed, scales, y, offsets, partials, counters, M, N, K, packed.shape[-1], plan.experts,
             plan.chunks, plan.chunk // GROUP, *scales.stride()[-2:],
-            ASSEMBLY=not INTERPRETED, GROUPS=plan.tile.groups, DEPENDENT=DEPENDENT, launch_pdl=DEPENDENT,
-            **plan.constants,
+            ASSEMBLY=not INTERPRETED, GROUPS=plan.tile.groups, DEPENDENT=early, launch_pdl=early, **plan.constants,
         )  # fmt: skip
     return y
 
