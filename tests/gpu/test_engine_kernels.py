@@ -212,6 +212,23 @@ def test_bursts_that_share_pages_score_as_in_a_full_forward(monkeypatch: pytest.
     assert worst < 1e-4
 
 
+def test_one_that_has_ended_lends_its_pages_to_the_burst(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first of a group idles from its second token on, and the others still read the prompt from its pages."""
+    torch.manual_seed(0)
+    module = sharpen(model("qwen3"), std=0.15)
+    core = engine_core(copy.deepcopy(module).to(DEVICE), max_seqs=4)
+    core.scheduler.idle_share = 1.0
+    sharing = []
+    monkeypatch.setattr(burst, "pays", lambda groups, pages: sharing.append(groups[0].members) or True)
+    limits = (3, 12, 12)
+    requests = [ask(f"{i}", prompt(40, 0), limit, temperature=1.0, seed=i) for i, limit in enumerate(limits)]
+    done = finish(core, requests)
+    assert sharing[0] == len(limits)
+    for request in requests:
+        expected = rescore(module, request, done[request.uid])
+        assert float((torch.tensor(done[request.uid].logp) - expected).abs().max()) < 1e-4
+
+
 def test_bursts_that_follow_each_other_draw_what_single_steps_draw(monkeypatch: pytest.MonkeyPatch) -> None:
     """One ends by its limit, one by an end token, one by what only the host knows: a stop string. That one must not go
     on writing: its further pages would be the first of the pool, which belongs to the longest."""
