@@ -1,9 +1,9 @@
 """w4a16 for 65 to 256 rows of bfloat16 on Hopper: tensor cores that do not wait for weights to be decoded.
 
 Each multiprocessor runs one program. One of its warps copies codes and rows into a ring of stages in shared memory; two
-groups of four decode codes in registers and multiply them, a tile of 128 outputs at a time: while the tensor cores work
-on one half of a group, the next is decoded into other registers. In Gluon, for Triton itself awaits a product before it
-decodes again.
+groups of four take a tile's first outputs and its others, decode their codes in registers and multiply them. Neither
+awaits the other: while one decodes, the tensor cores work on what the other has decoded. In Gluon, for Triton itself
+keeps all warps in step.
 
 Tiles are dealt out in turns. As many as go round evenly are computed whole. Each of the rest is cut along K into as
 many equal pieces as keep all multiprocessors busy: these leave their sums in memory, await each other, and add up and
@@ -38,11 +38,13 @@ from lockstep.quant.kernels.triton_tiles import GROUP, cdiv, counters, multiproc
 STEP, HALF = gl.constexpr(GROUP), gl.constexpr(GROUP // 2)
 PAIRS = gl.constexpr(GROUP // 4)  # of bytes, in a step of one output
 OUTPUTS = gl.constexpr(128)  # of a tile
+SHARE = gl.constexpr(64)  # of these, of each group of warps
 ADDED = gl.constexpr(16)  # rows of a tile whose pieces are added at a time
 _ROWS = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 _PAIRS = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=16, rank=2)
-# With the loading warp, which counts as four, all registers there are. Programs that await each other must all run.
-_COMPILED = {"num_warps": 8, "maxnreg": 168, "launch_cooperative_grid": True}
+# With the loading warp, which counts as four, and both groups all registers there are. Programs that await each other
+# must all run.
+_COMPILED = {"num_warps": 4, "maxnreg": 168, "launch_cooperative_grid": True}
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,16 +107,18 @@ def _wide(
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=2)
     fence_async_shared()
     ring, work = (rows, codes, full, empty), (steps, row_tiles, tiles, rounds, pieces, share)
+    given = (ring, work, scales, scale_n, scale_k, y, sums, counters, M, N)
     gl.warp_specialize(
         [
-            (_multiply_tiles, (ring, work, scales, scale_n, scale_k, y, sums, counters, M, N)),
+            (_multiply_tiles, (given, gl.constexpr(0))),
+            (_multiply_tiles, (given, gl.constexpr(1))),
             (_load_tiles, (ring, work, x, more_x, w)),
         ],
-        [1],
-        [40],
+        [4, 1],
+        [232, 40],
     )
 
 
@@ -162,28 +166,30 @@ def _load_tiles(ring, work, x, more_x, w):
 
 
 @gluon.jit
-def _multiply_tiles(ring, work, scales, scale_n, scale_k, y, sums, counters, M, N):
-    """Computes and writes this program's tiles, and its part of the one it has a piece of."""
+def _multiply_tiles(given, SIDE: gl.constexpr):
+    """Computes and writes a group's outputs of this program's tiles, and its part of the one it has a piece of."""
+    ring, work, scales, scale_n, scale_k, y, sums, counters, M, N = given
     rows = ring[0]
     ROWS: gl.constexpr = _all_rows(rows)
-    LAYOUT: gl.constexpr = gl.SliceLayout(1, _pairs_layout(OUTPUTS, PAIRS, gl.num_warps()))
+    LAYOUT: gl.constexpr = gl.SliceLayout(1, _pairs_layout(SHARE, PAIRS, gl.num_warps()))
     steps, row_tiles, _, rounds, pieces, _ = work
+    sums += SIDE * (ROWS * SHARE)
     done = 0
     for turn in range(rounds + 1):
         tile, first, count = _turn(work, turn)
-        row, output = tile % row_tiles * ROWS, tile // row_tiles * OUTPUTS
+        row, output = tile % row_tiles * ROWS, tile // row_tiles * OUTPUTS + SIDE * SHARE
         if count > 0:
             # Beyond the last output: any other's scale will do, the result is not written.
-            outputs = (output + gl.arange(0, OUTPUTS, LAYOUT)) % N
-            products = _multiply(ring, scales + outputs * scale_n + first * scale_k, scale_k, done, count)
+            outputs = (output + gl.arange(0, SHARE, LAYOUT)) % N
+            products = _multiply(ring, scales + outputs * scale_n + first * scale_k, scale_k, done, count, SIDE)
             done += count
             if count == steps:
                 for i in gl.static_range(len(rows)):
                     _write(products[i], y, row + i * rows[0].shape[1], output, M, N)
             else:
                 for i in gl.static_range(len(rows)):
-                    _leave(products[i], sums + (gl.program_id(0) * ROWS + i * rows[0].shape[1]) * OUTPUTS)
-                _add_up(sums, counters, pieces, y, row, output, M, N, ROWS)
+                    _leave(products[i], sums + gl.program_id(0) * (ROWS * OUTPUTS) + i * (rows[0].shape[1] * SHARE))
+                _add_up(sums, counters + SIDE, pieces, y, row, output, M, N, ROWS)
 
 
 @gluon.constexpr_function
@@ -202,14 +208,14 @@ def _pairs_layout(outputs, pairs, warps):
 
 
 @gluon.jit
-def _multiply(ring, scales, scale_k, done, count):
-    """The products [OUTPUTS, rows] over the next `count` steps in the ring, times 2^-SHRUNK."""
+def _multiply(ring, scales, scale_k, done, count, SIDE: gl.constexpr):
+    """The products [SHARE, rows] over the next `count` steps in the ring, times 2^-SHRUNK."""
     rows, codes, full, empty = ring
     STAGES: gl.constexpr = full.shape[0]
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, _product_layout(rows[0].shape[1], gl.num_warps()), 2)
-    LAYOUT: gl.constexpr = _pairs_layout(OUTPUTS, PAIRS, gl.num_warps())
+    LAYOUT: gl.constexpr = _pairs_layout(SHARE, PAIRS, gl.num_warps())
     products = [_nothing(part.shape[1]) for part in rows]
-    busy = gl.zeros([OUTPUTS, HALF], gl.bfloat16, WEIGHTS)  # weights that the tensor cores may still be reading
+    busy = gl.zeros([SHARE, HALF], gl.bfloat16, WEIGHTS)  # weights that the tensor cores may still be reading
     scale = gl.load(scales)
     for i in range(count):
         stage = (done + i) % STAGES
@@ -217,16 +223,14 @@ def _multiply(ring, scales, scale_k, done, count):
         scales += scale_k
         scale = gl.load(scales, i + 1 < count)
         mbarrier.wait(full.index(stage), (done + i) // STAGES & 1)
-        pairs = codes.index(stage).load(LAYOUT)
+        pairs = codes.index(stage).slice(SIDE * SHARE, SHARE).load(LAYOUT)
         for half in gl.static_range(2):
             weights = _decode(pairs, high if half else low, excess, half, WEIGHTS)
             started = _start(products, weights, rows, stage * 2 + half)
-            products, busy = _await(started, busy, len(rows))
+            # Of a product left under way at the end of a step ptxas would await every single instruction.
+            products, busy = _await(started, busy, 0 if half else len(rows))
             busy = weights
-            if half == 0:  # the stage before is no longer read
-                mbarrier.arrive(empty.index((done + i + STAGES - 1) % STAGES), pred=i > 0)
-    products, busy = _await(products, busy, 0)
-    mbarrier.arrive(empty.index((done + count - 1) % STAGES))
+        mbarrier.arrive(empty.index(stage))
     return products
 
 
@@ -237,7 +241,7 @@ def _product_layout(rows, warps):
 
 @gluon.jit
 def _nothing(ROWS: gl.constexpr):
-    return gl.zeros([OUTPUTS, ROWS], gl.float32, _product_layout(ROWS, gl.num_warps()))
+    return gl.zeros([SHARE, ROWS], gl.float32, _product_layout(ROWS, gl.num_warps()))
 
 
 @gluon.jit
@@ -277,33 +281,33 @@ def _scale_pairs(scale):
 
 @gluon.jit
 def _decode(pairs, scale, excess, HIGH: gl.constexpr, LAYOUT: gl.constexpr):
-    """The low or the high codes of pairs of bytes, times the scale and 2^-SHRUNK, as bfloat16 [OUTPUTS, HALF]."""
+    """The low or the high codes of pairs of bytes, times the scale and 2^-SHRUNK, as bfloat16 [SHARE, HALF]."""
     ASSEMBLY: gl.constexpr = TO_HIGH if HIGH else TO_LOW
     first, second = gl.inline_asm_elementwise(
         ASSEMBLY, "=h,=h,h,r,r", [pairs, scale, excess], dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=1
     )
-    return gl.convert_layout(gl.reshape(gl.join(first, second), [OUTPUTS, HALF]), LAYOUT, assert_trivial=True)
+    return gl.convert_layout(gl.reshape(gl.join(first, second), [SHARE, HALF]), LAYOUT, assert_trivial=True)
 
 
 @gluon.jit
 def _leave(acc, place):
-    """A piece's sum, as [rows, OUTPUTS]."""
-    outputs = gl.arange(0, OUTPUTS, gl.SliceLayout(1, acc.type.layout))
+    """A piece's sum, as [rows, SHARE]."""
+    outputs = gl.arange(0, SHARE, gl.SliceLayout(1, acc.type.layout))
     rows = gl.arange(0, acc.shape[1], gl.SliceLayout(0, acc.type.layout))
-    gl.store(place + rows[None, :] * OUTPUTS + outputs[:, None], acc)
+    gl.store(place + rows[None, :] * SHARE + outputs[:, None], acc)
 
 
 @gluon.jit
 def _add_up(sums, counters, pieces, y, row, output, M, N, ROWS: gl.constexpr):
     """Awaits the other pieces of this program's tile, and adds up and writes some of its rows."""
     piece, number = gl.program_id(0) % pieces, gl.program_id(0) // pieces
-    counter, first = counters + number, sums + number * pieces * (ROWS * OUTPUTS)
+    counter, first = counters + number * 2, sums + number * pieces * (ROWS * OUTPUTS)
     gl.thread_barrier()  # every thread's part is written before the arrival is announced
     gl.atomic_add(counter, 1, sem="acq_rel")
     while gl.atomic_add(counter, 0, sem="acquire") < pieces:
         pass
     for some in range(piece * ADDED, ROWS, pieces * ADDED):
-        _add_rows(first + some * OUTPUTS, pieces, y, row + some, output, M, N, ROWS)
+        _add_rows(first + some * SHARE, pieces, y, row + some, output, M, N, ROWS)
     gl.thread_barrier()
     if gl.atomic_add(counter, 1, sem="acq_rel") == 2 * pieces - 1:
         gl.store(counter, 0)
@@ -311,10 +315,10 @@ def _add_up(sums, counters, pieces, y, row, output, M, N, ROWS: gl.constexpr):
 
 @gluon.jit
 def _add_rows(sums, pieces, y, row, output, M, N, ROWS: gl.constexpr):
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [gl.num_warps(), 1], [1, 0])
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [gl.num_warps(), 1], [1, 0])
     rows = gl.arange(0, ADDED, gl.SliceLayout(1, LAYOUT))
-    outputs = gl.arange(0, OUTPUTS, gl.SliceLayout(0, LAYOUT))
-    place = sums + rows[:, None] * OUTPUTS + outputs[None, :]
+    outputs = gl.arange(0, SHARE, gl.SliceLayout(0, LAYOUT))
+    place = sums + rows[:, None] * SHARE + outputs[None, :]
     total = gl.load(place, cache_modifier=".cg")
     for _ in range(1, pieces):
         place += ROWS * OUTPUTS
@@ -326,10 +330,10 @@ def _add_rows(sums, pieces, y, row, output, M, N, ROWS: gl.constexpr):
 def _write(acc, y, row, output, M, N):
     """Threads exchange what they hold, so that neighbours write neighbouring outputs."""
     WIDTH: gl.constexpr = 128 // y.dtype.element_ty.primitive_bitwidth  # a thread's outputs: 16 bytes
-    LANES: gl.constexpr = OUTPUTS // WIDTH
+    LANES: gl.constexpr = SHARE // WIDTH
     LAYOUT: gl.constexpr = gl.BlockedLayout([WIDTH, 1], [LANES, 32 // LANES], [1, gl.num_warps()], [0, 1])
     rows = row + gl.arange(0, acc.shape[1], gl.SliceLayout(0, LAYOUT))[None, :]
-    outputs = output + gl.arange(0, OUTPUTS, gl.SliceLayout(1, LAYOUT))[:, None]
+    outputs = output + gl.arange(0, SHARE, gl.SliceLayout(1, LAYOUT))[:, None]
     _store(gl.convert_layout(_result(acc, y), LAYOUT), y, rows, outputs, M, N)
 
 
