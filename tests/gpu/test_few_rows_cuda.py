@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from lockstep.models.few_rows import LEAST_WEIGHTS, linear_function
+from lockstep.models.few_rows import LEAST_WEIGHTS, captured, linear_function
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")]
@@ -69,14 +69,21 @@ def test_a_chain_of_them_awaits_its_inputs(rows: int) -> None:
         assert torch.equal(found, expected)
 
 
-def test_linear_layers_use_them_for_few_rows_alone() -> None:
+def test_linear_layers_use_them_where_few_rows_are_captured() -> None:
+    from lockstep.models.kernels import few_rows
+
     layer = torch.nn.Linear(1024, 2048, device="cuda", dtype=torch.bfloat16)
     linear = linear_function(layer.weight)
     assert layer.weight.numel() >= LEAST_WEIGHTS
-    assert linear is not F.linear
     for shape in ((0, 1024), (1, 3, 1024), (300, 1024)):
         x = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
         for bias in (None, layer.bias):
-            torch.testing.assert_close(linear(x, layer.weight, bias), F.linear(x, layer.weight, bias))
+            library = F.linear(x, layer.weight, bias)
+            assert torch.equal(linear(x, layer.weight, bias), library)
+            with captured():
+                found = linear(x, layer.weight, bias)
+            torch.testing.assert_close(found, library)
+            if x.numel() == 3 * 1024 and bias is None:
+                assert torch.equal(found[0], few_rows.linear(x[0], layer.weight))
     assert linear_function(layer.weight.float()) is F.linear
     assert linear_function(layer.weight[:100]) is F.linear

@@ -1,13 +1,17 @@
 """Linear layers when a step decodes few sequences.
 
 On a CPU PyTorch hands float32 products to MKL, which takes longer than oneDNN for large weights and 8 to 128 rows.
-oneDNN is asked directly here, by the operator that torch.compile uses for it. On a Hopper GPU a kernel of our own runs
-bfloat16 products of up to 32 rows, which reads weights while what comes before it still ends.
+oneDNN is asked directly here, by the operator that torch.compile uses for it.
+
+On a Hopper GPU a kernel of our own runs bfloat16 products of up to 32 rows, which reads weights while what comes before
+it still ends. Only in steps that are captured: to launch it takes the host longer than the library.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -20,6 +24,17 @@ ROWS = range(8, 129)
 LEAST_WEIGHTS = 2**20
 
 Linear = Callable[..., Tensor]  # of (input, weight, bias)
+_thread = threading.local()
+
+
+@contextmanager
+def captured() -> Iterator[None]:
+    """What this thread runs in here is captured, or gets ready for that."""
+    _thread.captures = True
+    try:
+        yield
+    finally:
+        _thread.captures = False
 
 
 def speed_up_few_rows(view: nn.Module) -> None:
@@ -62,6 +77,6 @@ def _streamed(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
     from lockstep.models.kernels import few_rows  # Gluon is experimental: nobody else depends on it
 
     rows = input.reshape(-1, input.shape[-1])
-    if bias is not None or not 0 < len(rows) <= few_rows.MOST_ROWS:
+    if not getattr(_thread, "captures", False) or bias is not None or not 0 < len(rows) <= few_rows.MOST_ROWS:
         return F.linear(input, weight, bias)
     return few_rows.linear(rows, weight).view(*input.shape[:-1], len(weight))

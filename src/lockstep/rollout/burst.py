@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from lockstep.config import ConfigError
 from lockstep.models import kernels
+from lockstep.models.few_rows import captured
 from lockstep.models.kv import KVCache
 from lockstep.models.paged import PagedStep, Segment, Shared
 from lockstep.models.routes import Recording, RouteMemory
@@ -150,11 +151,11 @@ class Burst:
         self._state[0] = self.rows.nobody
         graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):  # kernels are compiled and libraries set up outside of the capture
+        with torch.cuda.stream(side), captured():  # kernels are compiled and libraries set up outside of the capture
             self._run_step(kind)
         torch.cuda.current_stream().wait_stream(side)
         # only this thread is held to what a capture allows: a learner's may be at work
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"), captured():
             self._run_step(kind)
         return graph
 
