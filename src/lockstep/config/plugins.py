@@ -8,7 +8,6 @@ A name with a colon is a class of your own: `task = "my_tasks/poems.py:Poems"` o
 from __future__ import annotations
 
 import difflib
-import math
 import pkgutil
 import sys
 from collections.abc import Mapping
@@ -21,7 +20,7 @@ from typing import Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, TypeAdapter, ValidationError, model_serializer
 
-from lockstep.config.base import ConfigError
+from lockstep.config.base import ConfigError, misfit
 from lockstep.config.wording import in_plain_words
 
 
@@ -161,13 +160,11 @@ def plugin(package: str, several: bool = False, nothing: str | None = None) -> B
 def _check(cls: type, name: str, options: dict[str, Any]) -> dict[str, Any]:
     """The options as the types of their fields. Fields are those of a dataclass; any other class takes no options."""
     known = [field.name for field in fields(cls)] if is_dataclass(cls) else []
-    for key, value in options.items():
+    for key in options:
         if key not in known:
             raise ConfigError(
                 unknown(f"option of {name}", key, known) if known else f"{name} has no options, not {key!r}"
             )
-        if isinstance(value, float) and not math.isfinite(value):
-            raise ConfigError(f"{name}.{key}: must be a finite number (got {value})")
     if not known:
         return options
     try:
@@ -177,4 +174,8 @@ def _check(cls: type, name: str, options: dict[str, Any]) -> dict[str, Any]:
         place = ".".join([name, *map(str, first["loc"])])
         given = f" (got {first['input']!r})" if first["loc"] else ""
         raise ConfigError(f"{place}: {in_plain_words(first)}{given}") from None
-    return {key: getattr(made, key) for key in options}
+    values = {key: getattr(made, key) for key in options}
+    for key, value in values.items():
+        if problem := misfit(value):
+            raise ConfigError(f"{name}.{key}: {problem} (got {options[key]!r})")
+    return values

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -10,8 +10,9 @@ from torch import Tensor
 
 from lockstep.algorithms.config import ADVANTAGES, CORRECTIONS, REDUCTIONS, SURROGATES, AlgorithmConfig
 from lockstep.algorithms.segments import seq_mean
-from lockstep.config import choices
-from lockstep.config.plugins import load_class
+from lockstep.config import ConfigError, Plugin, choices
+from lockstep.config.base import FLOAT32
+from lockstep.config.plugins import Chooser, load_class
 from lockstep.data.packing import Row, collate
 from lockstep.types import Batch
 
@@ -88,6 +89,21 @@ def test_every_correction_is_one_where_the_policies_agree_and_finite_where_they_
     assert (weight >= 0).all()
     low, high = correction.bounds
     assert ((weight == 0) | ((weight >= low) & (weight <= high))).all()
+
+
+@pytest.mark.parametrize("package", [SURROGATES, CORRECTIONS])
+def test_every_option_may_be_as_large_as_a_recipe_may_say(package: str) -> None:
+    """What is refused there depends on nothing but its size, so whatever passes must run."""
+    batch = make_batch(SHAPES)
+    for name in choices(package):
+        for field in fields(load_class(package, name)):
+            try:
+                piece = Chooser(package)({"name": name, field.name: FLOAT32[1]})
+            except ConfigError:
+                continue  # it has a bound of its own, or is no number
+            assert isinstance(piece, Plugin)
+            built = piece.build()
+            built(new_logp(batch), batch) if package == SURROGATES else built(batch)
 
 
 def test_sequence_means_broadcast_back_and_ignore_prompts() -> None:

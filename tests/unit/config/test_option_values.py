@@ -22,6 +22,13 @@ from lockstep.config import ConfigError, load
         ('algorithm.advantage={name="gae",gamma=2}', r"\(got 2\)"),
         ("learner.update_scale=1e300", r"update_scale.*\(got 1e\+300\)"),
         ("model.init.hidden=1000000000000", r"hidden.*\(got 1000000000000\)"),
+        ("algorithm.surrogate.eps=1e300", r"grpo.eps: must be at most 3.4e\+38 in size.*\(got 1e\+300\)"),
+        ("algorithm.surrogate.eps=1e-300", r"grpo.eps: must be at least 1.2e-38 in size.*\(got 1e-300\)"),
+        ('algorithm.correction={name="tis",cap=1e39}', r"tis.cap: must be at most 3.4e\+38 in size.*\(got 1e\+39\)"),
+        (f"algorithm.surrogate.eps={10**39}", r"grpo.eps: must be at most 3.4e\+38 in size.*\(got 10{39}\)"),
+        ("algorithm.kl.coef=1e300", r"algorithm.kl.coef: must be at most 3.4e\+38 in size.*\(got 1e\+300\)"),
+        ("learner.learning_rate=1e-40", r"learner.learning_rate: must be at least 1.2e-38.*\(got 1e-40\)"),
+        (f"train.steps={2**63}", r"train.steps: must fit in 64 bits \(got 9223372036854775808\)"),
         ("algorithm.value_coef=-1", r"value_coef.*\(got -1\)"),
     ],
 )
