@@ -29,6 +29,9 @@ from lockstep.config import ConfigError, load
         ("algorithm.kl.coef=1e300", r"algorithm.kl.coef: must be at most 3.4e\+38 in size.*\(got 1e\+300\)"),
         ("learner.learning_rate=1e-40", r"learner.learning_rate: must be at least 1.2e-38.*\(got 1e-40\)"),
         (f"train.steps={2**63}", r"train.steps: must fit in 64 bits \(got 9223372036854775808\)"),
+        ('learner.optimiser={name="adamw",betas=[2,0.9]}', r"adamw.betas.0: must be below 1.*\(got 2\)"),
+        ("learner.optimiser.momentum=1", r"muon.momentum: must be below 1.*\(got 1\)"),
+        ("learner.optimiser.iterations=0", r"muon.iterations: must be at least 1 \(got 0\)"),
         ("algorithm.value_coef=-1", r"value_coef.*\(got -1\)"),
     ],
 )

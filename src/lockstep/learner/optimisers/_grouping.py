@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import Field
 from torch import Tensor
 
+Decay = Annotated[float, Field(ge=0, lt=1)]  # of a running mean, per update
 Named = Sequence[tuple[str, Tensor]]
 
 ROUTERS = {"gate", "router", "shared_expert_gate"}

@@ -5,16 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from pydantic import NonNegativeFloat
 
-from lockstep.learner.optimisers._grouping import Named, decay_groups
+from lockstep.learner.optimisers._grouping import Decay, Named, decay_groups
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdamW:
     """Decay acts on matrices only: not on norms, biases or embeddings."""
 
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
+    betas: tuple[Decay, Decay] = (0.9, 0.999)
+    eps: NonNegativeFloat = 1e-8
 
     def __call__(self, named: Named, learning_rate: float, weight_decay: float) -> torch.optim.AdamW:
         # One pass over memory on either device: on a CPU 3-5 times faster than `foreach` or a loop, 1M to 100M weights.

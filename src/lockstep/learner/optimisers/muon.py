@@ -11,14 +11,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import Field, NonNegativeFloat
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.optim.adamw import adamw
 
-from lockstep.learner.optimisers._grouping import Named, decay_groups, is_hidden_matrix, partition
+from lockstep.learner.optimisers._grouping import Decay, Named, decay_groups, is_hidden_matrix, partition
 
 # The odd polynomial a·x + b·x³ + c·x⁵ with the steepest slope at 0 that keeps singular values near 1 (Jordan, 2024).
 QUINTIC = (3.4445, -4.7750, 2.0315)
@@ -30,10 +31,10 @@ BATCH_ELEMENTS = 2**24  # orthogonalised at once; an H200 steps a 0.6B model in 
 class Muon:
     """Nesterov momentum, orthogonalised; `betas` and `eps` are AdamW's, for all that is no hidden matrix."""
 
-    momentum: float = 0.95
-    iterations: int = 5
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
+    momentum: Decay = 0.95
+    iterations: Annotated[int, Field(ge=1, le=100)] = 5
+    betas: tuple[Decay, Decay] = (0.9, 0.999)
+    eps: NonNegativeFloat = 1e-8
 
     def __call__(self, named: Named, learning_rate: float, weight_decay: float) -> MuonAdamW:
         hidden, others = partition(named, is_hidden_matrix)
