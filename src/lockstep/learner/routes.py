@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import combinations
 
 import torch
@@ -21,15 +21,15 @@ class RouteCheck:
     replayed: bool = True  # otherwise they are only compared with, and there may be none
     missing: int = 0  # rows
     rerecorded: int = 0  # rows that were computed again, by newer weights than drew the token after them
-    _recorded: bool | None = None  # whether answers so far came with routes
+    _seen: dict[bool, str] = field(default_factory=dict)  # the first answer with routes, and the first without
 
     def __call__(self, answers: Sequence[Trajectory]) -> None:
         """ValueError, with the likely cause, for routes that cannot be what the engine ran.
 
         All answers of a group at once: looking at one takes the host as long, unless it is long itself.
         """
+        self._require_all_or_none(answers)
         if not self.replayed:
-            self._require_all_or_none(answers)
             answers = [answer for answer in answers if answer.routes is not None]
         if not answers:
             return
@@ -45,11 +45,14 @@ class RouteCheck:
         self.rerecorded += int(((by != drawn) & (by >= 0) & (drawn >= 0)).sum())
 
     def _require_all_or_none(self, answers: Sequence[Trajectory]) -> None:
+        """Of the whole step: one engine that records beside one that does not, or an answer that lost its own."""
         for answer in answers:
-            recorded = answer.routes is not None
-            if self._recorded not in (None, recorded):
-                _refuse(answer, "they are there and other answers have none, or the other way round")
-            self._recorded = recorded
+            self._seen.setdefault(answer.routes is not None, answer.uid)
+        if len(self._seen) == 2:
+            raise ValueError(
+                f"answer {self._seen[False]!r} has no expert routes, but answer {self._seen[True]!r} of the same step "
+                "has: either all engines record them, or none"
+            )
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -64,14 +67,17 @@ def _refuse(answer: Trajectory, problem: str | None) -> None:
 def _misshapen(answer: Trajectory, routers: Routers) -> str | None:
     routes = answer.routes
     if routes is None:
-        return "there are none, so this engine does not record them; learner.routing = r2 or off does without"
-    if routes.ids.ndim != 3 or routes.ids.dtype != routers.dtype:
-        told = f"{list(routes.ids.shape)} of {routes.ids.dtype}"
-        return f"ids are {told}, not [rows, layers, top-k] of {routers.dtype}: {routers.num_experts} experts need that"
+        return "no answer so far has any, so the engine does not record them; learner.routing = r2 or off does without"
+    if routes.ids.ndim != 3:
+        return f"ids are {list(routes.ids.shape)}, not [rows, layers, top-k]"
+    if routes.ids.dtype != routers.dtype:
+        return f"ids are of {routes.ids.dtype}, not of {routers.dtype}, as those of {routers.num_experts} experts are"
     if routes.versions.ndim != 1 or routes.versions.dtype not in (torch.int32, torch.int64):
         return f"versions are {list(routes.versions.shape)} of {routes.versions.dtype}, not a whole number for each row"
     num_tokens, (rows, *row) = len(answer.tokens), routes.ids.shape
-    if rows != num_tokens - 1 or len(routes.versions) != rows:
+    if len(routes.versions) != rows:
+        return f"{len(routes.versions)} versions for {rows} rows of ids: each has one"
+    if rows != num_tokens - 1:
         return (
             f"{rows} rows for {num_tokens} tokens, of which all but the last have one: a turn, or a part of an answer "
             "that was interrupted, came without its own or brought them twice"

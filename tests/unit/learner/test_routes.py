@@ -52,15 +52,15 @@ def with_ids(edit: Callable[[Tensor], Any]) -> Callable[[Routes], Routes]:
 @pytest.mark.parametrize(
     ("edit", "reason"),
     [
-        (lambda r: None, "there are none, so this engine does not record them"),
         (lambda r: Routes(r.ids[1:], r.versions[1:]), r"rows for \d+ tokens, of which all but the last have one"),
         (lambda r: Routes(r.ids[:, :1], r.versions), r"\[1, 2\] ids per token, the model has \[2, 2\]"),
         (
             lambda r: Routes(r.ids.to(torch.int16), r.versions),
-            r"of torch.int16, not \[rows, layers, top-k\] of torch.uint8",
+            "ids are of torch.int16, not of torch.uint8, as those of 4 experts are",
         ),
         (lambda r: Routes(r.ids.float() + 0.5, r.versions), "of torch.float32, not"),
-        (lambda r: Routes(r.ids[0, 0, 0], r.versions), r"ids are \[\] of torch.uint8, not"),
+        (lambda r: Routes(r.ids[0, 0, 0], r.versions), r"ids are \[\], not \[rows, layers, top-k\]"),
+        (lambda r: Routes(r.ids, r.versions[1:]), r"\d+ versions for \d+ rows of ids: each has one"),
         (lambda r: Routes(r.ids, r.versions.float()), "versions are .* of torch.float32, not a whole number"),
         (lambda r: Routes(r.ids, r.versions[None]), r"versions are \[1, \d+\] of torch.int32, not"),
         (with_ids(lambda ids: ids[3].fill_(0)), "a router chose an expert twice, as in memory that was never written"),
@@ -68,12 +68,12 @@ def with_ids(edit: Callable[[Tensor], Any]) -> Callable[[Routes], Routes]:
         (with_ids(lambda ids: ids[-1, 0, 1].fill_(4)), "expert 4 of 4: the ids overflowed their type"),
     ],
     ids=[
-        "none",
         "too few",
         "other layers",
         "other type",
         "fractions",
         "one id",
+        "too few versions",
         "versions of another type",
         "versions of another shape",
         "zeros",
@@ -89,15 +89,29 @@ def test_routes_that_cannot_be_true_stop_the_run(edit: Callable[[Routes], Any], 
     assert "the expert routes of answer '0/0' are wrong" in str(caught.value)
 
 
-@pytest.mark.parametrize("routing", ["off", "r2"])
-def test_answers_without_routes_among_others_that_have_them_stop_the_run(routing: str) -> None:
-    learner = core({"routing": routing})
+def without_routes(group: Group) -> Group:
+    return replace(group, trajectories=tuple(replace(t, routes=None) for t in group.trajectories))
+
+
+@pytest.mark.parametrize("routing", ["off", "r2", "r3"])
+@pytest.mark.parametrize("bare", [0, 1])
+def test_answers_without_routes_among_others_that_have_them_stop_the_run(routing: str, bare: int) -> None:
+    """Whichever come first, in a group or in another one."""
+    learner, given = core({"routing": routing}), groups()
+    first, *rest = given[bare].trajectories
+    given[bare] = replace(given[bare], trajectories=(replace(first, routes=None), *rest))
     learner.begin(0)
-    first, second = groups()
-    learner.accumulate([first])
-    bare = replace(second, trajectories=tuple(replace(t, routes=None) for t in second.trajectories))
-    with pytest.raises(ValueError, match="answer '1/0' are wrong: they are there and other answers have none, or"):
-        learner.accumulate([bare])
+    with pytest.raises(
+        ValueError, match=f"answer '{bare}/0' has no expert routes, but answer '0/{1 - bare}' of the sa"
+    ):
+        learner.accumulate(given)
+
+
+def test_replay_without_any_routes_stops_the_run() -> None:
+    learner = core()
+    learner.begin(0)
+    with pytest.raises(ValueError, match="'0/0' are wrong: no answer so far has any, so the engine does not record"):
+        learner.accumulate([without_routes(group) for group in groups()])
 
 
 def test_the_answer_that_is_wrong_is_named() -> None:
