@@ -77,9 +77,9 @@ def find_routers(module: PreTrainedModel) -> Routers | None:
         if named := [name for name in NUM_EXPERTS if (getattr(view.config.get_text_config(), name, 0) or 0) > 1]:
             raise _refused(module, f"its configuration has {named[0]}, but no layer has a part called experts")
         return None
+    if unknown := [block for block, size in blocks.values() if size is None]:
+        raise _refused(module, f"{_contents(unknown[0])}; supported are a list of modules and weights [experts, …, …]")
     sizes = {block: size for block, size in blocks.values() if size is not None}
-    if len(sizes) < len(blocks):
-        raise _refused(module, "it keeps its experts in a way we do not know")
     choices, num_choices = _watch(view, sizes)
     if num_choices > len(blocks):
         raise _refused(module, f"{num_choices} choices of experts in a forward, of which {len(blocks)} can be followed")
@@ -123,6 +123,14 @@ def _moe_block(layer: nn.Module) -> tuple[nn.Module, int | None] | None:
         if isinstance(experts, nn.Module):
             return part, next((p.shape[0] for p in experts.parameters() if p.ndim == 3), None)
     return None
+
+
+def _contents(block: nn.Module) -> str:
+    """How it keeps its experts, in words."""
+    experts = block.get_submodule("experts")
+    weights = [f"{name} {list(weight.shape)}" for name, weight in experts.named_parameters()]
+    first = weights[0] if weights else "nothing"
+    return f"the experts of {type(block).__name__} are {type(experts).__name__}, with {first} of {len(weights)} weights"
 
 
 class _Seat:
@@ -206,7 +214,8 @@ def _chooser(view: PreTrainedModel, block: nn.Module, choices: Mapping[nn.Module
     for part in (*block.children(), block):
         if len(choices.get(part, ())) == 1:
             return part
-    raise _refused(view, f"{type(block).__name__} does not choose its experts with one topk")
+    found = len(choices.get(block, ()))
+    raise _refused(view, f"{type(block).__name__} chooses its experts with {found} calls of topk; supported is one")
 
 
 def _probe_tokens(module: PreTrainedModel) -> Tensor:
@@ -261,8 +270,19 @@ def _prove(module: PreTrainedModel, routers: Routers) -> int | None:
     if not torch.equal(logits(_Probe(lambda number, *_: own.ids[number].clone())), live):
         raise _refused(module, "the routers' own choice, replayed, gives other logits")
     if routers.top_k < routers.num_experts and torch.equal(logits(_unlikely(1)), logits(last)):
-        raise _refused(module, "its routers give no weight to experts that they would not choose themselves")
+        _tell_experts_apart(view.get_submodule(routers.layers[0]))  # all may be one, as where a dense model became many
+        if torch.equal(logits(_unlikely(1)), logits(last)):
+            raise _refused(module, "its routers give no weight to experts that they would not choose themselves")
     return _output(results, last.ids or own.ids)
+
+
+def _tell_experts_apart(layer: nn.Module) -> None:
+    """Gives every expert of a view's layer weights of its own that have nothing to do with the model's."""
+    found = _moe_block(layer)
+    assert found is not None
+    for parameter in found[0].get_submodule("experts").parameters():
+        generator = torch.Generator(parameter.device).manual_seed(0)
+        parameter.data = torch.empty_like(parameter).normal_(std=0.02, generator=generator)
 
 
 def _results(view: PreTrainedModel, routers: Routers) -> dict[int, Any]:
