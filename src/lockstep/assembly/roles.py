@@ -189,7 +189,7 @@ def routers_of(recipe: Recipe, loaded: Loaded, tell: Callable[[str], None] = lam
         return find_routers(loaded.module)
     except ConfigError as refused:
         if recipe.learner.routing != "off":
-            raise
+            raise ConfigError(f'{refused}; learner.routing = "off" trains without') from None
         tell(f"experts are neither recorded nor compared: {refused}")
         return None
 

@@ -63,9 +63,7 @@ async def study(
 
     consumes: prompts · waits for: the engine · then scores, blocking the event loop
     """
-    routers = find_routers(loaded.module)
-    if routers is None:
-        raise ConfigError(f"{type(loaded.module).__name__} is dense: it has no routers to look at")
+    routers = _routers(loaded)
     roles = Sampling(recipe, loaded, routers=routers)
     if roles.low_bit is not None and checkpoint is not None:
         codes = encode_masters(Path(checkpoint), loaded, roles.low_bit.format, roles.low_bit.layers)
@@ -81,6 +79,17 @@ async def study(
     if left_out := len(prompts) - len(found) // answers:
         return replace(result, facts={**result.facts, "prompts left out, longer than the context": str(left_out)})
     return result
+
+
+def _routers(loaded: Loaded) -> Routers:
+    try:
+        routers = find_routers(loaded.module)
+    except ConfigError as refused:
+        advice = 'nothing of it can be analysed here; to train it, set learner.routing = "off" in its recipe'
+        raise ConfigError(f"{refused}; {advice}") from None
+    if routers is None:
+        raise ConfigError(f"{type(loaded.module).__name__} is dense: it has no routers to look at")
+    return routers
 
 
 async def _sample(roles: Sampling, prompts: Sequence[Prompt], answers: int, tell: Progress) -> list[Trajectory]:

@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
+from lockstep.config import ConfigError
 from lockstep.models.engine_view import engine_view
 from lockstep.models.loading import ModelConfig, load
 from lockstep.models.lowbit import LowBitWeights
-from lockstep.models.routing import find_routers
+from lockstep.models.routing import Routers, find_routers
 from lockstep.models.selfcheck import self_check
 from lockstep.rollout.config import RolloutConfig
 from lockstep.rollout.core import EngineCore
@@ -50,7 +51,7 @@ def lockstep(folder: Path, device: torch.device, options: dict[str, Any]) -> Con
         compile=options.get("compile", True),
     )
     low_bit = LowBitWeights(loaded.module, config.precision) if config.precision is not None else None
-    routers = find_routers(loaded.module) if options.get("record", True) else None
+    routers = _recorded(loaded.module) if options.get("record", True) else None
     view = engine_view(loaded.module, share=True, low_bit=low_bit, routers=routers)
     engine = Embedded(EngineCore(view, loaded.tokenizer, (), config, routers), store=None)
 
@@ -64,6 +65,13 @@ def lockstep(folder: Path, device: torch.device, options: dict[str, Any]) -> Con
         return [found[r.uid] for r in asked]
 
     return lambda requests: asyncio.run(generate(requests))
+
+
+def _recorded(module: PreTrainedModel) -> Routers | None:
+    try:
+        return find_routers(module)
+    except ConfigError as refused:
+        raise ConfigError(f"{refused}; lockstep:record=false samples without recording them") from None
 
 
 def vllm(folder: Path, device: torch.device, options: dict[str, Any]) -> Contender:

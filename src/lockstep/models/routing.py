@@ -308,6 +308,4 @@ def _same(found: object, told: Tensor) -> bool:
 
 
 def _refused(module: PreTrainedModel, reason: str) -> ConfigError:
-    return ConfigError(
-        f"the expert routes of {type(module).__name__} cannot be replayed: {reason}; learner.routing = off does without"
-    )
+    return ConfigError(f"the expert routes of {type(module).__name__} cannot be replayed: {reason}")

@@ -32,5 +32,6 @@ def test_a_mixture_that_cannot_be_followed_trains_with_routing_off_and_it_is_tol
     loaded, told = Loaded.of(phimoe(), byte_tokenizer()), []
     assert routers_of(make_recipe(None, routing="off"), loaded, told.append) is None
     assert "experts are neither recorded nor compared: the expert routes of PhimoeForCausalLM" in told[0]
-    with pytest.raises(ConfigError, match="PhimoeForCausalLM cannot be replayed"):
+    assert "learner.routing" not in told[0], "it is off"
+    with pytest.raises(ConfigError, match=r'PhimoeForCausalLM cannot be replayed: .*; learner.routing = "off" trains'):
         routers_of(make_recipe(None, routing="r3"), loaded)

@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from transformers import PhimoeConfig, PhimoeForCausalLM
 
 from lockstep.cli import analyze_routing
 from lockstep.cli.analyze_routing import analyze
 from lockstep.cli.warm_start import drawn
 from lockstep.config import ConfigError
+from lockstep.models.tiny import byte_tokenizer
 
 SHAPE = {"hidden": 32, "layers": 2, "heads": 4, "context": 64, "experts": 4}
 SMALL = {"samples": 3, "answers": 2, "warmup": 2, "recipe": None}
@@ -66,6 +68,16 @@ def test_a_dense_model_is_refused(tmp_path: Path) -> None:
     model = drawn(tmp_path / "model", SHAPE | {"experts": 0}, std=0.2)
     with pytest.raises(ConfigError, match="Qwen3ForCausalLM is dense: it has no routers to look at"):
         run(str(model), [], tmp_path / "found", ("1+2=",))
+
+
+def test_a_mixture_that_cannot_be_followed_is_refused_with_what_can_be_done(tmp_path: Path) -> None:
+    sizes = {"vocab_size": 512, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    config = PhimoeConfig(**sizes, num_attention_heads=4, num_key_value_heads=4, num_local_experts=4)
+    PhimoeForCausalLM(config).save_pretrained(tmp_path / "model")
+    byte_tokenizer().save_pretrained(tmp_path / "model")
+    with pytest.raises(ConfigError, match="nothing of it can be analysed here; to train it, set") as told:
+        run(str(tmp_path / "model"), [], tmp_path / "found", ("1+2=",))
+    assert "PhimoeSparseMoeBlock chooses its experts with 0 calls of topk; supported is one" in str(told.value)
 
 
 def test_prompts_must_fit(tmp_path: Path) -> None:
