@@ -170,10 +170,12 @@ def bench_routing(
 @bench.command("routing-cost")
 def bench_routing_cost(
     shape: Annotated[str, typer.Option(help="tiny, or 30b-a3b: the width of Qwen3-30B-A3B, random weights")] = "tiny",
-    layers: Annotated[int, typer.Option(min=1, help="how many of them")] = 4,
-    seqs: Annotated[int, typer.Option(min=1, help="answers at a time")] = 32,
+    layers: Annotated[int, typer.Option(min=1, max=256, help="how many of them")] = 4,
+    seqs: Annotated[int, typer.Option(min=1, max=4096, help="answers at a time")] = 32,
     prompt_tokens: Annotated[int, typer.Option(min=1, help="of each prompt")] = 64,
-    max_tokens: Annotated[int, typer.Option(min=1, help="sampled per answer")] = 64,
+    max_tokens: Annotated[
+        int, typer.Option(min=1, help="sampled per answer; with the prompt, at most what the shape has for context")
+    ] = 64,
     pairs: Annotated[int, typer.Option(min=1, help="learner steps with and without replay, in turns")] = 10,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "cpu",
     out: Annotated[Path | None, typer.Option(help="keep the table here, as Markdown")] = None,

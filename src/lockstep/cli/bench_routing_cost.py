@@ -50,6 +50,7 @@ NAME = "cost"  # of its place on the page
 GROUP = 8  # answers
 ROUNDS = 4  # in which all requests are answered, after one that does not count
 LONG = (4096, 48, 8)  # tokens, layers and choices of an answer whose check is timed: Qwen3-30B-A3B's
+CONTEXT = {"tiny": 4096, "30b-a3b": 40_960}  # tokens of a prompt and its answer, at most
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {
         "hidden_size": 256,
@@ -115,6 +116,9 @@ def compare(
 ) -> None:
     if shape not in SHAPES:
         raise ConfigError(f"unknown shape {shape!r}; choices: {', '.join(SHAPES)}")
+    if size.context > CONTEXT[shape]:
+        asked = f"--prompt-tokens {size.prompt_tokens} and --max-tokens {size.max_tokens} make {size.context:,}"
+        raise ConfigError(f"{asked} tokens, which must be at most {CONTEXT[shape]:,}, the context of {shape}")
     place = choose_device(device)
     with console.status("making the model"):
         module = make_model(shape, layers, size.context, place)

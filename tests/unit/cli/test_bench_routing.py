@@ -50,6 +50,14 @@ def test_costs_are_measured_in_turns(tmp_path: Path, monkeypatch: pytest.MonkeyP
         cost.compare("huge", 2, size, pairs=2, device="cpu", out=None, console=console)
 
 
+def test_answers_must_fit_the_context_of_their_shape() -> None:
+    """Before anything is made."""
+    size = cost.Size(seqs=1, prompt_tokens=64, max_tokens=10**9)
+    complaint = "--prompt-tokens 64 and --max-tokens 1000000000 make 1,000,000,064 tokens, which must be at most 4,096"
+    with pytest.raises(ConfigError, match=complaint):
+        cost.compare("tiny", 2, size, pairs=1, device="cpu", out=None, console=Console())
+
+
 def test_a_median_is_trusted_as_far_as_there_are_values() -> None:
     assert cost.median_interval([3.0]) == (3.0, 3.0)
     assert cost.median_interval([1.0, 9.0, 5.0]) == (1.0, 9.0)
