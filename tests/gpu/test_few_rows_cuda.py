@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from lockstep.models.few_rows import LEAST_WEIGHTS, captured, linear_function
+from engine_support import engine_core
+from lockstep.models.few_rows import LEAST_WEIGHTS, for_capture, linear_function
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")]
@@ -80,10 +82,24 @@ def test_linear_layers_use_them_where_few_rows_are_captured() -> None:
         for bias in (None, layer.bias):
             library = F.linear(x, layer.weight, bias)
             assert torch.equal(linear(x, layer.weight, bias), library)
-            with captured():
+            with for_capture({}):
                 found = linear(x, layer.weight, bias)
             torch.testing.assert_close(found, library)
             if x.numel() == 3 * 1024 and bias is None:
                 assert torch.equal(found[0], few_rows.linear(x[0], layer.weight))
     assert linear_function(layer.weight.float()) is F.linear
     assert linear_function(layer.weight[:100]) is F.linear
+
+
+def test_captured_steps_run_them_up_to_their_most_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lockstep.models.kernels import few_rows
+
+    config = Qwen3Config(
+        vocab_size=2048, hidden_size=1024, intermediate_size=1024, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32, max_position_embeddings=64,
+    )  # fmt: skip
+    linear, rows = few_rows.linear, set[int]()
+    monkeypatch.setattr(few_rows, "linear", lambda x, weight: rows.add(len(x)) or linear(x, weight))
+    engine_core(Qwen3ForCausalLM(config).to("cuda", torch.bfloat16), max_seqs=48)
+    assert rows == {1, 2, 4, 8, 12, 16, 24, 32}
+    assert max(rows) == few_rows.MOST_ROWS

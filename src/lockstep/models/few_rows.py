@@ -3,8 +3,8 @@
 On a CPU PyTorch hands float32 products to MKL, which takes longer than oneDNN for large weights and 8 to 128 rows.
 oneDNN is asked directly here, by the operator that torch.compile uses for it.
 
-On a Hopper GPU a kernel of our own runs bfloat16 products of up to 32 rows, which reads weights while what comes before
-it still ends. Only in steps that are captured: to launch it takes the host longer than the library.
+On a Hopper GPU a kernel of our own runs bfloat16 products of up to 32 rows without bias, which reads weights while what
+comes before it still ends. Only in steps that are captured: to launch it takes the host longer than the library.
 """
 
 from __future__ import annotations
@@ -19,22 +19,30 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lockstep.models import kernels
+from lockstep.quant.kernels.counters import Counters, counted_by
 
 ROWS = range(8, 129)
 LEAST_WEIGHTS = 2**20
 
 Linear = Callable[..., Tensor]  # of (input, weight, bias)
-_thread = threading.local()
+
+
+class _Thread(threading.local):
+    captures = False
+
+
+_thread = _Thread()
 
 
 @contextmanager
-def captured() -> Iterator[None]:
-    """What this thread runs in here is captured, or gets ready for that."""
-    _thread.captures = True
+def for_capture(counters: Counters) -> Iterator[None]:
+    """What this thread runs in here is captured, or gets ready for that. `counters` must live as long as the graph."""
+    before, _thread.captures = _thread.captures, True
     try:
-        yield
+        with counted_by(counters):
+            yield
     finally:
-        _thread.captures = False
+        _thread.captures = before
 
 
 def speed_up_few_rows(view: nn.Module) -> None:
@@ -65,18 +73,18 @@ def _by_onednn(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Ten
 
 
 def _streams(weight: Tensor) -> bool:
-    """Copies want rows of weights at multiples of 16 bytes."""
+    """Copies want rows of weights that begin at multiples of 16 bytes."""
     if weight.device.type != "cuda" or weight.dtype != torch.bfloat16 or not kernels.available(weight.device):
         return False
     from lockstep.quant.kernels.triton_tiles import WARP_GROUPS
 
-    return WARP_GROUPS and weight.is_contiguous() and weight.shape[1] % 8 == 0
+    return WARP_GROUPS and weight.is_contiguous() and weight.shape[1] % 8 == 0 and weight.data_ptr() % 16 == 0
 
 
 def _streamed(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     from lockstep.models.kernels import few_rows  # Gluon is experimental: nobody else depends on it
 
     rows = input.reshape(-1, input.shape[-1])
-    if not getattr(_thread, "captures", False) or bias is not None or not 0 < len(rows) <= few_rows.MOST_ROWS:
+    if not _thread.captures or bias is not None or not 0 < len(rows) <= few_rows.MOST_ROWS:
         return F.linear(input, weight, bias)
     return few_rows.linear(rows, weight).view(*input.shape[:-1], len(weight))

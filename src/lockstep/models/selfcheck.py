@@ -16,6 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from lockstep.config import ConfigError
 from lockstep.models import paged, varlen
+from lockstep.models.few_rows import for_capture, speed_up_few_rows
 from lockstep.models.fused import fuse
 from lockstep.models.kv import KVCache
 from lockstep.models.paged import PagedStep, Segment
@@ -147,6 +148,7 @@ def _paged_logits(module: PreTrainedModel, probes: list[Tensor], pins: _Pins | N
     """Each probe in three steps: a first chunk, the rest but one, and the last token as a decode step of all probes."""
     view = twin(module, paged.NAME, share=True)
     fuse(view)
+    speed_up_few_rows(view)
     if pins is not None:
         pins.install(view)
     pages = -(-max(LENGTHS) // PAGE_SIZE)
@@ -175,7 +177,9 @@ def _paged_logits(module: PreTrainedModel, probes: list[Tensor], pins: _Pins | N
     places = tables.gather(1, (last // PAGE_SIZE)[:, None])[:, 0] * PAGE_SIZE + last % PAGE_SIZE
     routing = pins.of([(n, slice(-1, None)) for n in range(len(probes))]) if pins is not None else None
     step = PagedStep(cache=cache, slots=places, segments=[decode], routing=routing)
-    for number, logits in enumerate(_paged_forward(view, tokens, last, step)):
+    with for_capture({}):  # with the products that captured steps run
+        decoded = _paged_forward(view, tokens, last, step)
+    for number, logits in enumerate(decoded):
         parts[number].append(logits[None])
     return [torch.cat(p) for p in parts]
 

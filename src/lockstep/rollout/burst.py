@@ -19,10 +19,11 @@ from transformers import PreTrainedModel
 
 from lockstep.config import ConfigError
 from lockstep.models import kernels
-from lockstep.models.few_rows import captured
+from lockstep.models.few_rows import for_capture
 from lockstep.models.kv import KVCache
 from lockstep.models.paged import PagedStep, Segment, Shared
 from lockstep.models.routes import Recording, RouteMemory
+from lockstep.quant.kernels.counters import Counters
 from lockstep.rollout.burst_state import Places, State, look_up, move_on
 from lockstep.rollout.rows import Rows
 from lockstep.rollout.sampler import SamplingBatch, sample, truncated
@@ -63,6 +64,7 @@ class Burst:
         self._kind, self._begin = Kind(self.sizes[0]), [0]  # of the burst under way, and where its rows began
         self._flights: deque[tuple[torch.cuda.Event | None, list[Tensor]]] = deque()
         self._graphs: dict[Kind, torch.cuda.CUDAGraph] = {}
+        self._counters: Counters = {}  # of what is captured
         self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
 
     def warm_up(self) -> None:
@@ -151,25 +153,26 @@ class Burst:
         self._state[0] = self.rows.nobody
         graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side), captured():  # kernels are compiled and libraries set up outside of the capture
+        with torch.cuda.stream(side), for_capture(self._counters):  # kernels are compiled, libraries set up
             self._run_step(kind)
         torch.cuda.current_stream().wait_stream(side)
         # only this thread is held to what a capture allows: a learner's may be at work
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"), captured():
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"), for_capture(self._counters):
             self._run_step(kind)
         return graph
 
     def _run_step(self, kind: Kind) -> None:
         """One token for everyone who may have another."""
         before, after = _operators(self.cache.keys.device)
-        state, sampling, size = State(*self._state[:, : kind.size]), self.rows.sampling, self.cache.page_size
-        idle_slot = self.cache.num_pages * size - 1
-        places = before(state, self.rows.table, sampling.ints, sampling.floats, size, idle_slot)
+        state, sampling, page_size = State(*self._state[:, : kind.size]), self.rows.sampling, self.cache.page_size
+        idle_slot = self.cache.num_pages * page_size - 1
+        places = before(state, self.rows.table, sampling.ints, sampling.floats, page_size, idle_slot)
         shared = Shared(*self._shared[:, : kind.size]) if kind.sharing else None
         segment = Segment(rows=slice(0, kind.size), pages=places.pages, start=places.start, shared=shared)
         logits = self._forward(state.tokens, state.positions, places.slots, segment)
-        flags = {"any_greedy": True, "any_truncated": kind.truncated}
-        batch = SamplingBatch.of(places.floats, places.ints, places.drawn, **flags)
+        batch = SamplingBatch.of(
+            places.floats, places.ints, places.drawn, any_greedy=True, any_truncated=kind.truncated
+        )
         after(state, *sample(logits, batch), self._ends, self._tokens, self._logp)
 
     def _forward(self, tokens: Tensor, positions: Tensor, slots: Tensor, segment: Segment) -> Tensor:

@@ -52,7 +52,7 @@ def _look_up(
     tl.store(ints_out_ptr + kind * size + b, ints, mask=kind < 3)
     floats = tl.load(floats_ptr + kind * num_rows + row, mask=kind < 3)
     tl.store(floats_out_ptr + kind * size + b, floats, mask=kind < 3)
-    for first in range(0, num_pages, BLOCK):  # of those that idle, too: they may be the first of a group
+    for first in range(0, num_pages, BLOCK):  # of those that idle, too: they may lead a group. Elsewhere page 0
         held = tl.load(pages + first + p, mask=first + p <= position // S, other=0)
         tl.store(pages_ptr + b * num_pages + first + p, held, mask=first + p < num_pages)
 

@@ -100,7 +100,7 @@ def prefill(
     out = torch.empty_like(query_NHD)
     first_B = count_B.cumsum(0) - count_B
     start_B, count_B = start_B.contiguous(), count_B.contiguous()
-    stages = 3 if size * query_NHD.element_size() <= 256 else 2  # as many as fit into shared memory
+    stages = 3 if size * query_NHD.element_size() <= 256 else 2  # more would not fit
     _prefill[triton.cdiv(longest, PREFILLED), num_queries, len(count_B)](
         query_NHD, *cache, pages_BP, first_B, start_B, count_B, out, scale * LOG2E,
         pages_BP.stride(0), HQ=num_queries, H=heads, D=size, S=page_size, BLOCK_M=PREFILLED, BLOCK_N=64,
@@ -110,15 +110,15 @@ def prefill(
 
 
 def num_splits(programs: int, processors: int) -> int:
-    """Into how many pieces keys are cut. Of few programs, so that all run at the same time and fill the device; of
-    more, so that it matters little whose keys are many. From DENSE for each multiprocessor on, nothing is gained."""
+    """Into how many pieces keys are cut. Of few programs, so that they fill the device about once; of more, so that it
+    matters little whose keys are many. From DENSE for each multiprocessor on, nothing is gained."""
     if programs <= SPARSE * processors:
         return fill(programs, AT_ONCE * processors)
     return triton.cdiv(DENSE * processors, programs)
 
 
 def fill(programs: int, places: int) -> int:
-    """How often so many programs, at least once, fit into so many places."""
+    """How often so many programs fit into so many places: at least once, at most MOST_SPLITS times."""
     return min(MOST_SPLITS, max(1, places // programs))
 
 

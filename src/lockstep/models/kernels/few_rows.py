@@ -29,19 +29,22 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from lockstep.quant.kernels.triton_tiles import cdiv, counters, multiprocessors
+from lockstep.quant.kernels.counters import counters
+from lockstep.quant.kernels.triton_tiles import cdiv, multiprocessors
 
 LINE = gl.constexpr(64)  # of K: what is copied, and multiplied, at a time
 LINES = gl.constexpr(2)  # of a stage
 OUTPUTS = gl.constexpr(64)  # of a tile
 MOST_PIECES = 4  # of a tile, as a rule: adding them up takes time
-STAGES = {16: 10, 32: 8}  # for up to so many rows: what shared memory holds
+STAGES = {16: 10, 32: 8}  # for up to so many rows: about what shared memory holds
 MOST_ROWS = max(STAGES)  # more, and a library takes less time: every tile reads all rows again
 _LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
-    """bfloat16 [M, K] and [N, K] to [M, N]."""
+    """bfloat16 [M, K] and [N, K] to [M, N]. Up to MOST_ROWS."""
+    assert x.shape[1] == weight.shape[1], "copies would fill up the shorter one with zeros"
+    assert x.dtype == weight.dtype == torch.bfloat16
     (M, K), N, x = x.shape, len(weight), x.contiguous()
     rows, stages = next((rows, stages) for rows, stages in STAGES.items() if rows >= M)
     steps = cdiv(K, LINE.value * LINES.value)

@@ -31,9 +31,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from lockstep.quant.kernels.counters import counters
 from lockstep.quant.kernels.triton_configs import WideTile
 from lockstep.quant.kernels.triton_decode import SHRUNK, TO_HIGH, TO_LOW, TO_SCALES
-from lockstep.quant.kernels.triton_tiles import GROUP, cdiv, counters, multiprocessors
+from lockstep.quant.kernels.triton_tiles import GROUP, cdiv, multiprocessors
 
 STEP, HALF = gl.constexpr(GROUP), gl.constexpr(GROUP // 2)
 PAIRS = gl.constexpr(GROUP // 4)  # of bytes, in a step of one output

@@ -18,6 +18,7 @@ from lockstep.quant.kernels.triton_tiles import (
     DEPENDENT,
     GROUP,
     MULTIPROCESSORS,
+    WARP_GROUPS,
     Plan,
     Tile,
     await_inputs,
@@ -88,7 +89,7 @@ def plan_for(kind: str, M: int, N: int, K: int, experts: int = 0) -> Plan:
         return make_plan(tile, K // SMALLEST_CHUNK, M, N, K, experts, exact=kind == "int8")
 
     whole = plan(tile_for(kind, M, experts))
-    halves = None if experts else HALVES.get(whole.tile.rows)
+    halves = HALVES.get(whole.tile.rows) if WARP_GROUPS and not experts else None
     return plan(halves) if halves and 2 * whole.programs <= MULTIPROCESSORS else whole
 
 
@@ -105,7 +106,7 @@ def run(
     if M:
         _eight_bit[plan.grid](
             xq, sx, wq, sw, y, offsets, partials, counters, M, N, K, plan.experts, plan.chunks, plan.chunk // GROUP,
-            plan.ahead, BLOCK_SCALED=blocks, ROWS_FIRST=blocks and plan.tile.rows >= WGMMA_ROWS,
+            plan.ahead, BLOCK_SCALED=blocks, ROWS_FIRST=blocks and WARP_GROUPS and plan.tile.rows >= WGMMA_ROWS,
             DEPENDENT=DEPENDENT, launch_pdl=DEPENDENT, **plan.constants,
         )  # fmt: skip
     return y

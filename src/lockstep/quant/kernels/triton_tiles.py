@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 import os
-import threading
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -24,6 +23,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from lockstep.quant.kernels.counters import MOST, counters
+
 GROUP = 128  # of K: what shares a scale in 4-bit weights and fp8 blocks, and what one step of a kernel's loop covers
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # on a CPU: no inline assembly, no dependent launch
 _HOPPER = not torch.cuda.is_available() or torch.cuda.get_device_capability() >= (9, 0)
@@ -31,7 +32,7 @@ _HOPPER = not torch.cuda.is_available() or torch.cuda.get_device_capability() >=
 WARP_GROUPS = not INTERPRETED and (not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] == 9)
 DEPENDENT = _HOPPER and not INTERPRETED  # kernels are launched while their inputs are still being made, and wait
 MULTIPROCESSORS = 132  # of an H200
-_FULL = 150  # tiles that keep the device busy: where there are fewer, chunks run side by side
+_FULL = MOST  # tiles that keep the device busy: where there are fewer, chunks run side by side
 _ALIGNED = 2 * GROUP  # chunks start at multiples of it
 _AHEAD = 4 << 20  # bytes of a weight that a launch fetches while it awaits its inputs
 
@@ -133,22 +134,6 @@ def make_plan(tile: Tile, chunks: int, M: int, N: int, K: int, experts: int = 0,
     chunks = cdiv(K, chunk)
     even = K % GROUP == 0
     return Plan(tile, chunks, chunk, row_tiles, output_tiles, experts, few and chunks > 1, even)
-
-
-_local = threading.local()
-_lasting: list[Tensor] = []  # all counters there are: a captured step uses those of its thread, which may have ended
-
-
-def counters(device: torch.device) -> Tensor:
-    """Zeros that each launch leaves as zeros. One set per thread: two threads may use two streams at the same time."""
-    if not hasattr(_local, "counters"):
-        _local.counters = {}
-    if device not in _local.counters:
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError("run a low-bit linear once in this thread before capturing it in a CUDA graph")
-        _local.counters[device] = torch.zeros(_FULL, dtype=torch.int32, device=device)
-        _lasting.append(_local.counters[device])
-    return _local.counters[device]
 
 
 @triton.jit
