@@ -147,12 +147,13 @@ def _decode(
     if piece >= common:
         length = tl.load(lengths_ptr + b).to(tl.int32)
         begin = tl.load(before_ptr + b).to(tl.int32) if before_ptr is not None else 0
-        share = tl.cdiv(tl.cdiv(length - begin, BLOCK_N), splits) * BLOCK_N
-        low, visible = begin + (piece - common) * share, 0
-        high = tl.minimum(length, low + share)
+        visible = 0
         if WINDOW:
             visible = tl.maximum(length - WINDOW, 0)
-            low = tl.maximum(low, visible // BLOCK_N * BLOCK_N)
+            begin = tl.maximum(begin, visible // BLOCK_N * BLOCK_N)
+        share = tl.cdiv(tl.cdiv(length - begin, BLOCK_N), splits) * BLOCK_N
+        low = begin + (piece - common) * share
+        high = tl.minimum(length, low + share)
         _decode_piece(
             q_ptr, k_ptr, v_ptr, ks_ptr, vs_ptr, pages_ptr + b * page_stride, out_ptr, scale, b, 1, h, low, high,
             visible, piece, H, G, D, S, BLOCK_N, 1, WHOLE, PRECISION,
