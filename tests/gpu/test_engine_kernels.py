@@ -214,7 +214,7 @@ def test_bursts_that_share_pages_score_as_in_a_full_forward(monkeypatch: pytest.
 
 
 def test_one_that_has_ended_lends_its_pages_to_the_burst(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first of a group idles from its second token on, and the others still read the prompt from its pages."""
+    """The first of a group ends early and idles, and the others still read the prompt from its pages."""
     torch.manual_seed(0)
     module = sharpen(model("qwen3"), std=0.15)
     core = engine_core(copy.deepcopy(module).to(DEVICE), max_seqs=4)

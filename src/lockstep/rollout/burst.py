@@ -57,7 +57,7 @@ class Burst:
         device, size = cache.keys.device, rows.nobody
         self.sizes = batch_sizes(size)
         self._ends = torch.tensor(sorted(end_tokens) or [-1], device=device)
-        self._state = torch.zeros(5, self.sizes[-1], dtype=torch.int64, device=device)
+        self._state = torch.zeros(len(State._fields), self.sizes[-1], dtype=torch.int64, device=device)
         self._shared = torch.tensor(as_rows(alone(self.sizes[-1]), self.sizes[-1], 0), device=device)
         self._tokens = torch.zeros(STEPS, self.sizes[-1], dtype=torch.int64, device=device)
         self._logp = torch.zeros(STEPS, self.sizes[-1], device=device)
@@ -90,11 +90,12 @@ class Burst:
         seqs = [chunk.seq for chunk in plan.decode]
         graph = self._continue(seqs) if plan.follows else self._prepare(plan, seqs)
         self.rows.write([seq for seq in seqs if seq.row >= 0])
-        self._state[4].zero_()
+        state = State(*self._state)
+        state.step.zero_()
         for _ in range(plan.steps):
             graph.replay() if graph else self._run_step(self._kind)
         drawn = (x[: plan.steps, : len(seqs)].T.contiguous() for x in (self._tokens, self._logp))
-        copies = [x.to("cpu", non_blocking=True, copy=True) for x in (*drawn, self._state[2, : len(seqs)])]
+        copies = [x.to("cpu", non_blocking=True, copy=True) for x in (*drawn, state.positions[: len(seqs)])]
         arrived = torch.cuda.Event() if graph else None
         if arrived is not None:
             arrived.record()
@@ -116,7 +117,7 @@ class Burst:
         gone = [place for place, seq in enumerate(seqs) if seq.row < 0]
         if gone:
             places = torch.tensor(gone, pin_memory=self._state.is_cuda).to(self._state.device, non_blocking=True)
-            self._state[3].index_fill_(0, places, 0)
+            State(*self._state).last.index_fill_(0, places, 0)
         return self._graph(self._kind)
 
     def _prepare(self, plan: Plan, seqs: list[Sequence]) -> torch.cuda.CUDAGraph | None:
@@ -133,7 +134,7 @@ class Burst:
             [*self._begin, *empty],
             [*(seq.limit - 1 for seq in seqs), *empty],
         ]
-        self._state[:4, :size] = torch.tensor(state, dtype=torch.int64)
+        self._state[:-1, :size] = torch.tensor(state, dtype=torch.int64)  # all but the step
         if sharing:
             groups += alone(size, first=len(seqs))
             self._shared[:, :size] = torch.tensor(as_rows(groups, size, self.cache.page_size))
@@ -150,10 +151,11 @@ class Burst:
     def _capture(self, kind: Kind) -> torch.cuda.CUDAGraph:
         """With rows that belong to nobody and have nothing left to draw."""
         self._state.zero_()
-        self._state[0] = self.rows.nobody
+        State(*self._state).rows.fill_(self.rows.nobody)
         graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side), for_capture(self._counters):  # kernels are compiled, libraries set up
+        # kernels are compiled and libraries set up outside of the capture
+        with torch.cuda.stream(side), for_capture(self._counters):
             self._run_step(kind)
         torch.cuda.current_stream().wait_stream(side)
         # only this thread is held to what a capture allows: a learner's may be at work

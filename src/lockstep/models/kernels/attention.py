@@ -27,7 +27,7 @@ from lockstep.quant.kernels.triton_tiles import DEPENDENT, await_inputs, let_nex
 
 LOG2E = 1.4426950408889634
 MOST_SPLITS = 32
-IN_PAIRS = tl.constexpr(DEPENDENT)  # 8 bits are decoded by assembly for Hopper
+IN_PAIRS = tl.constexpr(DEPENDENT)  # 8 bits are decoded by assembly that there is from Hopper on
 
 
 @dataclass(frozen=True, slots=True)

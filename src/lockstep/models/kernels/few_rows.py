@@ -19,7 +19,6 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     mbarrier,
     tma,
     warpgroup_mma,
@@ -30,6 +29,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lockstep.quant.kernels.counters import counters
+from lockstep.quant.kernels.gluon_ring import barriers
 from lockstep.quant.kernels.triton_tiles import cdiv, multiprocessors
 
 LINE = gl.constexpr(64)  # of K: what is copied, and multiplied, at a time
@@ -66,12 +66,7 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
 def _linear(x, w, y, sums, counters, M, N, steps, total, share, pieces, STAGES: gl.constexpr):
     gdc_launch_dependents()
     rows, weights = _ring(x, STAGES * LINES), _ring(w, STAGES * LINES)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=1)
-    fence_async_shared()
+    full, empty = barriers(STAGES, 1)
     ring = (rows, weights, full, empty)
     begin = gl.program_id(0) * share
     end = gl.minimum(begin + share, total)

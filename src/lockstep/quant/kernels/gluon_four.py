@@ -22,7 +22,6 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     mbarrier,
     tma,
     warpgroup_mma,
@@ -32,6 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from lockstep.quant.kernels.counters import counters
+from lockstep.quant.kernels.gluon_ring import barriers
 from lockstep.quant.kernels.triton_configs import WideTile
 from lockstep.quant.kernels.triton_decode import SHRUNK, TO_HIGH, TO_LOW, TO_SCALES
 from lockstep.quant.kernels.triton_tiles import GROUP, cdiv, multiprocessors
@@ -104,12 +104,7 @@ def _wide(
         more = gl.allocate_shared_memory(x.dtype, [STAGES * 2, more_x.block_type.shape[0], HALF], x.layout)
         rows = (rows[0], more)
     codes = gl.allocate_shared_memory(gl.int16, [STAGES, OUTPUTS, PAIRS], w.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=2)
-    fence_async_shared()
+    full, empty = barriers(STAGES, 2)
     ring, work = (rows, codes, full, empty), (steps, row_tiles, tiles, rounds, pieces, share)
     given = (ring, work, scales, scale_n, scale_k, y, sums, counters, M, N)
     gl.warp_specialize(

@@ -20,7 +20,6 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     mbarrier,
     tma,
     warpgroup_mma,
@@ -28,6 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from lockstep.quant.kernels.gluon_ring import barriers
 from lockstep.quant.kernels.triton_configs import ManyTile
 from lockstep.quant.kernels.triton_decode import OPERANDS, TO_E4M3, TO_INT8
 from lockstep.quant.kernels.triton_tiles import cdiv, multiprocessors
@@ -83,7 +83,7 @@ def _fp8_blocks(
 ):  # fmt: skip
     lines = gl.allocate_shared_memory(x.dtype, [STAGES * PIECES, LINES, STEP], x.layout)
     columns = gl.allocate_shared_memory(w.dtype, [STAGES, COLUMNS, STEP], w.layout)
-    full, empty = _barriers(STAGES)
+    full, empty = barriers(STAGES, 2)
     given = (
         lines, columns, full, empty, sx, sw, y, totals, M, N, G, chunks, chunk_groups, line_tiles, column_tiles,
     )  # fmt: skip
@@ -107,7 +107,7 @@ def _four_bits(
     columns = gl.allocate_shared_memory(x.dtype, [STAGES, COLUMNS, STEP], x.layout)
     # Without conflicts of banks for what a warp holds of a sum: 8 lines, 8 columns beside each other.
     totals = gl.allocate_shared_memory(gl.float32, [2, LINES, COLUMNS], gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
-    full, empty = _barriers(STAGES)
+    full, empty = barriers(STAGES, 2)
     given = (
         lines, columns, full, empty, sx, sw, y, totals, M, N, G, chunks, chunk_groups, sw_output, sw_group, line_tiles,
         column_tiles,
@@ -121,18 +121,6 @@ def _four_bits(
         [4, 1],
         [232, 24],
     )
-
-
-@gluon.jit
-def _barriers(STAGES: gl.constexpr):
-    """Of each stage: its tiles have arrived; both multipliers are done with them."""
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=2)
-    fence_async_shared()
-    return full, empty
 
 
 @gluon.jit

@@ -152,7 +152,7 @@ def _eight_bit(
         )
     if ROWS_FIRST:
         acc = tl.trans(acc)
-    if not BLOCK_SCALED:  # those are followed by many small programs, which settle unevenly
+    if not BLOCK_SCALED:  # in blocks it costs more than it gains
         let_next_start(DEPENDENT)
     SCALED: tl.constexpr = "none" if BLOCK_SCALED else "both"
     sw += expert * N

@@ -112,7 +112,7 @@ def run(
     x, packed = x.contiguous(), packed.contiguous()
     y = torch.empty(M, N, dtype=dtype, device=x.device)
     partials, counters = plan.meeting_place(torch.float32, x.device)
-    early = DEPENDENT and sx is None  # beside a kernel that encodes rows, programs would settle unevenly
+    early = DEPENDENT and sx is None  # beside a kernel that encodes rows it takes longer
     if M:
         _four_bit[plan.grid](
             x, sx, packed, scales, y, offsets, partials, counters, M, N, K, packed.shape[-1], plan.experts,
