@@ -294,13 +294,17 @@ def test_rows_of_a_burst_move_on() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", ["default", "linear", "yarn"])
+@pytest.mark.parametrize("kind", ["default", "linear", "llama3", "yarn"])
 def test_angles_are_those_of_transformers(dtype: torch.dtype, kind: str) -> None:
     from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
     from lockstep.models.fused import _rotary
 
-    parameters = {"rope_type": kind, "rope_theta": 1e6} | ({} if kind == "default" else {"factor": 4.0})
+    parameters: dict[str, Any] = {"rope_type": kind, "rope_theta": 1e6}
+    if kind != "default":
+        parameters["factor"] = 4.0
+    if kind == "llama3":
+        parameters |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
     module = Qwen3RotaryEmbedding(Qwen3Config(**COMMON, head_dim=32, rope_parameters=parameters)).to(DEVICE)
     places, x = torch.tensor([[0, 1, 77, 5000, 40_000]], device=DEVICE), torch.empty(1, device=DEVICE, dtype=dtype)
     for ours, theirs in zip(_rotary(module, x, places), module(x, places), strict=True):

@@ -30,6 +30,7 @@ from lockstep.rollout.sampler import SamplingBatch, sample, truncated
 from lockstep.rollout.scheduler import Draws, Plan
 from lockstep.rollout.sequence import Sequence
 from lockstep.rollout.sharing import alone, as_rows, find_neighbours, pays
+from lockstep.rollout.transfer import Flight, send
 
 STEPS = 32  # decode steps between two looks of the host, at most
 
@@ -62,7 +63,7 @@ class Burst:
         self._tokens = torch.zeros(STEPS, self.sizes[-1], dtype=torch.int64, device=device)
         self._logp = torch.zeros(STEPS, self.sizes[-1], device=device)
         self._kind, self._begin = Kind(self.sizes[0]), [0]  # of the burst under way, and where its rows began
-        self._flights: deque[tuple[torch.cuda.Event | None, list[Tensor]]] = deque()
+        self._flights: deque[Flight] = deque()
         self._graphs: dict[Kind, torch.cuda.CUDAGraph] = {}
         self._counters: Counters = {}  # of what is captured
         self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
@@ -95,18 +96,11 @@ class Burst:
         for _ in range(plan.steps):
             graph.replay() if graph else self._run_step(self._kind)
         drawn = (x[: plan.steps, : len(seqs)].T.contiguous() for x in (self._tokens, self._logp))
-        copies = [x.to("cpu", non_blocking=True, copy=True) for x in (*drawn, state.positions[: len(seqs)])]
-        arrived = torch.cuda.Event() if graph else None
-        if arrived is not None:
-            arrived.record()
-        self._flights.append((arrived, copies))
+        self._flights.append(Flight(*drawn, state.positions[: len(seqs)]))
 
     def collect(self) -> list[Draws]:
         """Of the burst launched longest ago: what each sequence drew until it ended or the burst did."""
-        arrived, copies = self._flights.popleft()
-        if arrived is not None:
-            arrived.synchronize()
-        tokens, logp, end = (x.tolist() for x in copies)
+        tokens, logp, end = (x.tolist() for x in self._flights.popleft().land())
         counts = [e - b for b, e in zip(self._begin, end, strict=True)]
         self._begin = end
         return [(t[:n], p[:n]) for t, p, n in zip(tokens, logp, counts, strict=True)]
@@ -116,8 +110,7 @@ class Burst:
         their pages are not theirs any more."""
         gone = [place for place, seq in enumerate(seqs) if seq.row < 0]
         if gone:
-            places = torch.tensor(gone, pin_memory=self._state.is_cuda).to(self._state.device, non_blocking=True)
-            State(*self._state).last.index_fill_(0, places, 0)
+            State(*self._state).last.index_fill_(0, send(gone, self._state.device), 0)
         return self._graph(self._kind)
 
     def _prepare(self, plan: Plan, seqs: list[Sequence]) -> torch.cuda.CUDAGraph | None:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from lockstep.rollout.sampler import SamplingTable
 from lockstep.rollout.sequence import Sequence
+from lockstep.rollout.transfer import send
 
 
 class Rows:
@@ -29,8 +30,7 @@ class Rows:
                 places += [(seq.row, n, seq.pages[n]) for n in range(num_known, len(seq.pages))]
                 self._written[seq.row] = (seq.seating, len(seq.pages))
         if places:
-            changes = torch.tensor([*zip(*places, strict=True)], dtype=torch.int64, pin_memory=self.table.is_cuda)
-            rows, columns, pages = changes.to(self.table.device, non_blocking=True)  # behind what runs, without waiting
+            rows, columns, pages = send([*zip(*places, strict=True)], self.table.device)
             self.table[rows, columns] = pages
         self.sampling.flush()
 

@@ -5,6 +5,7 @@ A step is laid out anew each time. Where only answers go on, and the device can,
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -20,6 +21,7 @@ from lockstep.rollout.rows import Rows
 from lockstep.rollout.sampler import sample, truncated
 from lockstep.rollout.scheduler import Chunk, Draws, Plan
 from lockstep.rollout.sequence import Sequence
+from lockstep.rollout.transfer import Flight, send
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,21 +53,22 @@ class Runner:
         self.recorder = recorder
         self.burst = burst
         self.device = cache.keys.device
-        self._single: tuple[Tensor, Tensor] | None = None  # tokens and log-probs
+        self._steps: deque[Flight] = deque()  # tokens and log-probs of steps by themselves
 
     def launch(self, plan: Plan) -> None:
-        """A burst returns before it is computed: another may be launched, and then the first one collected."""
+        """On a GPU it returns before it is computed: what follows it may be launched, and then the first collected."""
         if self.burst is not None and not plan.prefill:
             self.burst.launch(plan)
         else:
-            self._single = self._run_once(plan)
+            self._steps.append(Flight(*self._run_once(plan)))
 
     def collect(self) -> list[Draws]:
-        """What each sampling chunk of the plan launched first drew, in order."""
-        if self._single is None:
+        """What each sampling chunk of the plan launched first drew, in order. Bursts are never under way together with
+        steps by themselves."""
+        if not self._steps:
             assert self.burst is not None
             return self.burst.collect()
-        (tokens, logp), self._single = self._single, None
+        tokens, logp = self._steps.popleft().land()
         return [([t], [p]) for t, p in zip(tokens.tolist(), logp.tolist(), strict=True)]
 
     @torch.inference_mode()
@@ -130,7 +133,7 @@ class Runner:
         return sample(logits, batch)
 
     def _tensor(self, values: Seq[int] | Seq[Seq[int]]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self.device)
+        return send(values, self.device)
 
 
 def _slot(pages: list[int], position: int, page_size: int) -> int:

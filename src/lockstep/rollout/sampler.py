@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lockstep.models import kernels
+from lockstep.rollout.transfer import send
 from lockstep.types import SamplingParams
 
 SMALL, BLOCK = 4096, 128  # tokens
@@ -65,9 +66,9 @@ class SamplingTable:
         device, chosen = self.floats.device, self._pending.values()
         floats = [[p.temperature or 1.0, p.top_p, p.min_p] for p in chosen]
         ints = [[p.temperature == 0, min(p.top_k or self.vocab, self.vocab), _signed(p.seed)] for p in chosen]
-        rows = torch.tensor(list(self._pending), device=device)
-        self.floats[:, rows] = torch.tensor(floats, device=device).T
-        self.ints[:, rows] = torch.tensor(ints, dtype=torch.int64, device=device).T
+        rows = send(list(self._pending), device)
+        self.floats[:, rows] = send(floats, device, torch.float32).T
+        self.ints[:, rows] = send(ints, device).T
         self._pending.clear()
 
     def batch(self, rows: Tensor, positions: Tensor, *, any_greedy: bool, any_truncated: bool) -> SamplingBatch:

@@ -40,7 +40,7 @@ class Plan:
     prefill: list[Chunk]
     version: int  # of the weights that compute it
     steps: int = 1  # decode steps in a row, where there is nothing to prefill
-    follows: bool = False  # another of the same sequences, whose results were not known when this was made
+    follows: bool = False  # another, whose results were not known when this was made
 
     @property
     def chunks(self) -> list[Chunk]:
@@ -111,11 +111,32 @@ class Scheduler:
         return steps
 
     def follow(self, plan: Plan) -> Plan | None:
-        """The same sequences further on, before it is known who ends within `plan`; None if it is better to wait.
+        """What is computed after `plan`, before it is known what that draws; None if it is better to wait."""
+        if self.run_ahead == 1:
+            return None
+        return self._follow_prefill(plan) if plan.prefill else self._follow_burst(plan)
 
-        Such as where all may end soon, some have ended already, or others wait for a row.
-        """
-        if plan.prefill or self.run_ahead == 1 or plan.steps < self.run_ahead or self.waiting:
+    def _follow_prefill(self, plan: Plan) -> Plan | None:
+        """Prompts for which the step had no room. Rows fill up first, then all of them decode together."""
+        if plan.decode or any(chunk.seq.row < 0 for chunk in plan.prefill):
+            return None
+        budget, chunks = self.max_step_tokens, list[Chunk]()
+        for seq, start in [(c.seq, c.end) for c in plan.prefill if not c.samples]:
+            end = min(len(seq.tokens), start + budget)
+            if self._pages_needed(seq, end) > self.pool.num_available:  # never at the cost of who is being computed
+                return None
+            self._grow(seq, end)
+            chunks.append(Chunk(seq, start, end))
+            budget -= end - start
+        chunks += self._admit(budget, plan.prefill)
+        if not chunks:
+            return None
+        self.counters.steps += 1
+        return Plan([], chunks, version=self.version, follows=True)
+
+    def _follow_burst(self, plan: Plan) -> Plan | None:
+        """The same sequences further on; not where all may end soon, some have ended already, or others wait."""
+        if plan.steps < self.run_ahead or self.waiting:
             return None
         running = [chunk.seq for chunk in plan.decode if chunk.seq.row >= 0]
         longest = max((seq.limit - len(seq.tokens) - plan.steps for seq in running), default=0)
@@ -141,12 +162,12 @@ class Scheduler:
         finished, drawn = [], iter(drawn)
         for chunk in plan.chunks:
             seq, num_taken = chunk.seq, 1
+            draws = next(drawn) if chunk.samples or not plan.prefill else None
             if plan.follows and seq.row < 0:  # ended, or was aborted, after the plan was made
-                next(drawn)
                 continue
-            assert chunk.samples or not plan.follows, "who goes on has drawn all that the burst before could draw"
-            if chunk.samples:
-                num_taken = taken(seq, next(drawn))
+            assert chunk.samples or plan.prefill, "who goes on has drawn all that the burst before could draw"
+            if draws is not None:
+                num_taken = taken(seq, draws)
                 seq.versions += [plan.version] * num_taken
                 self.counters.sampled_tokens += num_taken
             end = chunk.end + num_taken - 1

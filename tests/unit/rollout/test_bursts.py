@@ -43,13 +43,16 @@ def worst(module: PreTrainedModel, requests: Sequence[Request], done: dict[str, 
     return max(float((a - b).abs().max()) for a, b in pairs)
 
 
-@pytest.mark.parametrize(("max_seqs", "pages"), [(24, None), (10, None), (24, 60)])
-def test_groups_of_answers(dense: PreTrainedModel, max_seqs: int, pages: int | None) -> None:
-    """All at once, more than there are rows, and with too few pages."""
+@pytest.mark.parametrize(
+    ("max_seqs", "pages", "step_tokens"),
+    [(24, None, 2048), (10, None, 2048), (24, 60, 2048), (24, None, 50), (24, 60, 50)],
+)
+def test_groups_of_answers(dense: PreTrainedModel, max_seqs: int, pages: int | None, step_tokens: int) -> None:
+    """All at once, more than there are rows, with too few pages, and with prompts that take several steps."""
     requests = [
         ask(f"{p}-{i}", prompt(37, p), 5 if i < 2 else 60, temperature=1.0, seed=i) for p in range(4) for i in range(6)
     ]
-    core = in_bursts(dense, max_seqs=max_seqs, pages=pages)
+    core = in_bursts(dense, max_seqs=max_seqs, pages=pages, step_tokens=step_tokens)
     done = finish(core, requests)
     assert worst(dense, requests, done) < 1e-4
     assert [len(done[r.uid].tokens) for r in requests] == [r.params.max_tokens for r in requests]
@@ -86,21 +89,25 @@ def test_what_the_host_ends_leaves_the_others_alone(dense: PreTrainedModel) -> N
     assert all(found[r.uid].tokens == single[r.uid].tokens for r in requests if r.uid not in ("3", "5", "7"))
 
 
-def test_new_weights_between_bursts() -> None:
-    """A burst launched under old weights is of the old version, whatever came before it was taken in."""
+@pytest.mark.parametrize(("step_tokens", "update_after"), [(2048, 3), (16, 1)])
+def test_new_weights_while_more_is_under_way(step_tokens: int, update_after: int) -> None:
+    """A burst, or a step of prompts, launched under old weights is of the old version, whatever came before it was
+    taken in."""
     versions = [small(seed=seed) for seed in (1, 2)]
-    core = in_bursts(versions[0], max_seqs=4)
+    core = in_bursts(versions[0], max_seqs=4, step_tokens=step_tokens)
     requests = [ask(f"{i}", prompt(10, i), 40, temperature=1.0, seed=i) for i in range(4)]
     core.add(requests)
     done: list[Completion] = []
     for step in range(100):
-        if step == 3:
+        if step == update_after:
+            assert core._ahead is not None
             core.load_weights(versions[1].state_dict())
             core.scheduler.new_version(1, recompute=True)
         if core.busy:
             done += core.step()
+    assert len(done) == 4
+    assert {version for completion in done for version in completion.versions} == {0, 1}
     for completion in done:
-        assert set(completion.versions) == {0, 1}
         request = requests[int(completion.uid)]
         first = completion.versions.index(1)
         old, new = (rescore(module, request, completion) for module in versions)

@@ -37,7 +37,9 @@ class Shadow:
         (plan, drawn), self.ahead = self.ahead, None
         following = self.scheduler.follow(plan)
         if following is not None:
-            self.ahead = self._launch(following, {id(c.seq): d[0] for c, d in zip(plan.chunks, drawn, strict=True)})
+            self._check_room(following)
+            draws = [] if plan.prefill else drawn
+            self.ahead = self._launch(following, {id(c.seq): d[0] for c, d in zip(plan.decode, draws, strict=True)})
             self.followed += 1
         self.finished += self.scheduler.commit(plan, drawn, _take)
         self.check()
@@ -51,13 +53,14 @@ class Shadow:
         drawn: list[Draws] = []
         for chunk in plan.chunks:
             tokens = chunk.seq.tokens + (unknown or {}).get(id(chunk.seq), [])
-            if not plan.follows:
+            goes_on = plan.follows and not plan.prefill  # from what only the device knows
+            if not goes_on:
                 self._write(chunk.seq, tokens, chunk.start, chunk.end)
                 self.computed += chunk.end - chunk.start
-            if plan.follows and chunk.seq.row < 0:  # the device is told before it goes on
+            if goes_on and chunk.seq.row < 0:  # the device is told before it goes on
                 drawn.append(([], []))
-            elif plan.follows or chunk.samples:
-                drawn.append(self._draw(chunk.seq, tokens, plan.steps, wrote=not plan.follows))
+            elif goes_on or chunk.samples:
+                drawn.append(self._draw(chunk.seq, tokens, plan.steps, wrote=not goes_on))
         return plan, drawn
 
     def _draw(self, seq: Sequence, known: list[int], steps: int, *, wrote: bool) -> Draws:
@@ -79,12 +82,16 @@ class Shadow:
 
     def _check_plan(self, plan: Plan) -> None:
         chunks = plan.chunks
-        assert chunks, "an empty step although there is work"
-        assert len({id(c.seq) for c in chunks}) == len(chunks), "a sequence twice in one step"
-        assert sum(c.end - c.start for c in chunks) <= self.scheduler.max_step_tokens
+        self._check_room(plan)
         assert all(c.end == c.start + 1 == len(c.seq.tokens) for c in plan.decode)
         oldest = min(self.scheduler.running, key=lambda s: s.arrival)
         assert any(c.seq is oldest for c in chunks), "the oldest is always served"
+
+    def _check_room(self, plan: Plan) -> None:
+        chunks = plan.chunks
+        assert chunks, "an empty step although there is work"
+        assert len({id(c.seq) for c in chunks}) == len(chunks), "a sequence twice in one step"
+        assert sum(c.end - c.start for c in chunks) <= self.scheduler.max_step_tokens
 
     def _write(self, seq: Sequence, tokens: list[int], start: int, end: int) -> None:
         for position in range(start, end):
@@ -187,9 +194,33 @@ def test_a_burst_follows_another_before_that_ones_end_is_known() -> None:
     assert shadow.scheduler.pool.num_available == 64
 
 
-def test_a_group_computes_its_prompt_once() -> None:
+def test_prompts_for_which_a_step_has_no_room_follow_it() -> None:
+    shadow = make(step_tokens=8, run_ahead=4)
+    scheduler = shadow.scheduler
+    scheduler.add(sequences(*[([i] * 6, 3) for i in range(4)]))
+    plans = [scheduler.schedule()]
+    while (following := scheduler.follow(plans[-1])) is not None:
+        plans.append(following)
+    chunks = [[(c.seq.arrival, c.start, c.end) for c in plan.prefill] for plan in plans]
+    assert chunks == [[(0, 0, 6), (1, 0, 2)], [(1, 2, 6), (2, 0, 4)], [(2, 4, 6), (3, 0, 6)]]
+    assert not any(plan.decode for plan in plans)
+
+
+def test_nobody_waits_for_more_prompts_once_answers_go_on() -> None:
+    shadow = make(step_tokens=8, run_ahead=4)
+    shadow.scheduler.add(sequences(([1] * 6, 30)))
+    shadow.step()
+    shadow.scheduler.add(sequences(*[([i] * 6, 3) for i in range(2, 5)], first=1))
+    plan = shadow.scheduler.schedule()
+    assert len(plan.decode) == 1
+    assert plan.prefill
+    assert shadow.scheduler.follow(plan) is None
+
+
+@pytest.mark.parametrize("run_ahead", [1, 4])
+def test_a_group_computes_its_prompt_once(run_ahead: int) -> None:
     """Eight answers to a prompt of 21 tokens: five full pages once, and the rest of each on its own."""
-    shadow = make()
+    shadow = make(run_ahead=run_ahead)
     shadow.scheduler.add(sequences(*[([*range(21)], 2)] * 8))
     shadow.run()
     counters = shadow.scheduler.counters
@@ -198,8 +229,9 @@ def test_a_group_computes_its_prompt_once() -> None:
     assert shadow.computed == 20 + 8 * (1 + 1)
 
 
-def test_siblings_wait_for_a_prompt_that_is_prefilled_in_chunks() -> None:
-    shadow = make(step_tokens=8)
+@pytest.mark.parametrize("run_ahead", [1, 4])
+def test_siblings_wait_for_a_prompt_that_is_prefilled_in_chunks(run_ahead: int) -> None:
+    shadow = make(step_tokens=8, run_ahead=run_ahead)
     shadow.scheduler.add(sequences(*[([*range(29)], 1)] * 4))
     shadow.run()
     assert shadow.computed == 28 + 4
