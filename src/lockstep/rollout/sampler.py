@@ -67,7 +67,7 @@ class SamplingTable:
         floats = [[p.temperature or 1.0, p.top_p, p.min_p] for p in chosen]
         ints = [[p.temperature == 0, min(p.top_k or self.vocab, self.vocab), _signed(p.seed)] for p in chosen]
         rows = send(list(self._pending), device)
-        self.floats[:, rows] = send(floats, device, torch.float32).T
+        self.floats[:, rows] = send(floats, device, np.float32).T
         self.ints[:, rows] = send(ints, device).T
         self._pending.clear()
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 
-def send(values: Sequence[object], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
+def send(values: Sequence[object], device: torch.device, dtype: type[np.generic] = np.int64) -> Tensor:
     """To the device, behind what it is computing. (PyTorch would wait for that, were the memory not pinned.)"""
-    return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+    numbers = torch.from_numpy(np.array(values, dtype))  # of a long list faster than torch.tensor
+    return numbers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else numbers
 
 
 class Flight:
