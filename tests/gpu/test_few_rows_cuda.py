@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 import torch.nn.functional as F
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from engine_support import engine_core
+from engine_support import ask, engine_core, finish, prompt
 from lockstep.models.few_rows import LEAST_WEIGHTS, for_capture, linear_function
+from lockstep.rollout.core import EngineCore
+from lockstep.types import Completion
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")]
@@ -85,15 +88,38 @@ def test_linear_layers_use_them_where_few_rows_are_captured() -> None:
     assert linear_function(layer.weight[:100]) is F.linear
 
 
+def small_model(layers: int) -> Qwen3ForCausalLM:
+    config = Qwen3Config(
+        vocab_size=2048, hidden_size=1024, intermediate_size=1024, num_hidden_layers=layers, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32, max_position_embeddings=128,
+    )  # fmt: skip
+    return Qwen3ForCausalLM(config).to("cuda", torch.bfloat16)
+
+
+def test_engines_that_run_at_the_same_time_do_not_share_pieces() -> None:
+    """Each on a stream of its own, from a thread of its own."""
+    torch.manual_seed(0)
+    cores = [engine_core(small_model(4), max_seqs=16) for _ in range(2)]
+    requests = [ask(f"{i}", prompt(20, i), 100, temperature=1.0, seed=i) for i in range(16)]
+
+    def answers(core: EngineCore) -> dict[str, Completion]:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            core.scheduler.forget_prefixes()
+            return finish(core, requests)
+
+    alone = [answers(core) for core in cores]
+    with ThreadPoolExecutor(2) as threads:
+        together = list(threads.map(answers, cores))
+    for expected, found in zip(alone, together, strict=True):
+        assert [found[r.uid].tokens for r in requests] == [expected[r.uid].tokens for r in requests]
+        assert [found[r.uid].logp for r in requests] == [expected[r.uid].logp for r in requests]
+
+
 def test_captured_steps_run_them_up_to_their_most_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     from lockstep.models.kernels import few_rows
 
-    config = Qwen3Config(
-        vocab_size=2048, hidden_size=1024, intermediate_size=1024, num_hidden_layers=1, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=32, max_position_embeddings=64,
-    )  # fmt: skip
     linear, rows = few_rows.linear, set[int]()
     monkeypatch.setattr(few_rows, "linear", lambda x, weight: rows.add(len(x)) or linear(x, weight))
-    engine_core(Qwen3ForCausalLM(config).to("cuda", torch.bfloat16), max_seqs=48)
+    engine_core(small_model(1), max_seqs=48)
     assert rows == {1, 2, 4, 8, 12, 16, 24, 32}
     assert max(rows) == few_rows.MOST_ROWS
