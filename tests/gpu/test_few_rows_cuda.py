@@ -11,15 +11,19 @@ import torch.nn.functional as F
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from engine_support import ask, engine_core, finish, prompt
-from lockstep.models.few_rows import LEAST_WEIGHTS, for_capture, linear_function
+from lockstep.models.few_rows import LEAST_WEIGHTS, for_capture, linear_function, pays
+from lockstep.rollout.burst import batch_sizes
 from lockstep.rollout.core import EngineCore
 from lockstep.types import Completion
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")]
 
-# tiles of which the last is not full, K that is no multiple of a step
-SHAPES = [(1, 64, 128), (5, 70, 1000), (16, 4096, 4096), (17, 1024, 3072), (31, 4096, 12288), (32, 20000, 520)]
+# tiles of which the last is not full, K that is no multiple of a step, tiles that do not go round
+SHAPES = [
+    (1, 64, 128), (5, 72, 1000), (16, 4096, 4096), (17, 1024, 3072), (31, 4096, 12288), (32, 20000, 520),
+    (33, 1024, 2048), (49, 24576, 4096), (64, 4096, 1024), (77, 12288, 2048), (100, 4096, 1024), (128, 1024, 3072),
+]  # fmt: skip
 
 
 def given(M: int, N: int, K: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -40,7 +44,7 @@ def test_they_are_as_exact_as_the_librarys_and_repeatable(M: int, N: int, K: int
     assert all(torch.equal(found[0], other) for other in found[1:])
 
 
-@pytest.mark.parametrize("rows", [1, 16, 32])
+@pytest.mark.parametrize("rows", [1, 16, 32, 64, 128])
 def test_a_chain_of_them_awaits_its_inputs(rows: int) -> None:
     """Each is launched while the one before still runs. Captured, as the engine runs them."""
     from lockstep.models.kernels import few_rows
@@ -88,9 +92,19 @@ def test_linear_layers_use_them_where_few_rows_are_captured() -> None:
     assert linear_function(layer.weight[:100]) is F.linear
 
 
+def test_larger_weights_are_the_librarys_with_fewer_rows() -> None:
+    from lockstep.models.kernels import few_rows
+
+    small, large, head = (torch.empty(size, 2**10, device="meta") for size in (2**13, 2**14, 2**18))
+    assert [max(rows for rows in range(300) if pays(rows, w)) for w in (small, large, head)] == [128, 64, 32]
+    assert pays(few_rows.MOST_ROWS, small)
+    assert [rows for rows in (32, 33, 47, 48) if pays(rows, large)] == [32, 48]
+
+
 def small_model(layers: int) -> Qwen3ForCausalLM:
+    """The last product of its layers is cut into pieces."""
     config = Qwen3Config(
-        vocab_size=2048, hidden_size=1024, intermediate_size=1024, num_hidden_layers=layers, num_attention_heads=4,
+        vocab_size=2048, hidden_size=1024, intermediate_size=2048, num_hidden_layers=layers, num_attention_heads=4,
         num_key_value_heads=2, head_dim=32, max_position_embeddings=128,
     )  # fmt: skip
     return Qwen3ForCausalLM(config).to("cuda", torch.bfloat16)
@@ -98,7 +112,10 @@ def small_model(layers: int) -> Qwen3ForCausalLM:
 
 def test_engines_that_run_at_the_same_time_do_not_share_pieces() -> None:
     """Each on a stream of its own, from a thread of its own."""
+    from lockstep.models.kernels.few_rows import cut
+
     torch.manual_seed(0)
+    assert cut(16, 1024, 2048, torch.cuda.get_device_properties(0).multi_processor_count).pieces > 1
     cores = [engine_core(small_model(4), max_seqs=16) for _ in range(2)]
     requests = [ask(f"{i}", prompt(20, i), 100, temperature=1.0, seed=i) for i in range(16)]
 
@@ -120,6 +137,5 @@ def test_captured_steps_run_them_up_to_their_most_rows(monkeypatch: pytest.Monke
 
     linear, rows = few_rows.linear, set[int]()
     monkeypatch.setattr(few_rows, "linear", lambda x, weight: rows.add(len(x)) or linear(x, weight))
-    engine_core(small_model(1), max_seqs=48)
-    assert rows == {1, 2, 4, 8, 12, 16, 24, 32}
-    assert max(rows) == few_rows.MOST_ROWS
+    engine_core(small_model(1), max_seqs=160)
+    assert rows == {size for size in batch_sizes(160) if size <= few_rows.MOST_ROWS}

@@ -105,12 +105,28 @@ def test_small_and_uneven_batches_cut_their_keys(programs: int, splits: int, til
     assert attention.choose_tile(programs, 132, 4, 128) == getattr(attention, tile)
 
 
-@pytest.mark.parametrize("rows", [1, 32])
+@pytest.mark.parametrize("rows", [1, 32, 64, 128])
 def test_products_of_few_rows(rows: int, compiled: list[str]) -> None:
     from lockstep.models.kernels import few_rows
 
-    few_rows.linear(torch.empty(rows, 4096, dtype=BF16), torch.empty(512, 4096, dtype=BF16))
+    few_rows.linear(torch.empty(rows, 1024, dtype=BF16), torch.empty(6144, 1024, dtype=BF16))
+    assert few_rows.cut(rows, 6144, 1024, 132).rows == max(16, rows)
     assert compiled == ["_linear"]
+
+
+@pytest.mark.parametrize("M", [1, 16, 33, 64, 80, 128])
+def test_products_of_few_rows_are_cut_evenly(M: int) -> None:
+    """Every step is somebody's, and no tile is in more pieces than there is room for."""
+    from lockstep.models.kernels.few_rows import OUTPUTS, cut
+
+    for N, K, processors in product((64, 1024, 5000, 24576), (8, 1000, 3072, 12288), (78, 132)):
+        work = cut(M, N, K, processors)
+        tiles = -(-M // work.rows) * -(-N // OUTPUTS.value)
+        assert work.total == tiles * work.steps <= work.programs * work.share
+        assert work.programs <= processors
+        first = (tile * work.steps // work.share for tile in range(tiles))
+        last = (((tile + 1) * work.steps - 1) // work.share for tile in range(tiles))
+        assert max(b - a for a, b in zip(first, last, strict=True)) < work.pieces
 
 
 @pytest.mark.parametrize("cache", [BF16, E4M3])

@@ -1,8 +1,9 @@
 """bfloat16 products of few rows on Hopper that hardly ever stop reading weights.
 
-Each multiprocessor runs one program, and all do the same number of steps: outputs are cut into tiles, and the tiles,
-laid one after the other along K, into equal shares. Of a tile that several programs have a share of, each leaves its
-sum in memory, and the last one to come adds them up in the order of K.
+Each multiprocessor runs at most one program. Outputs and rows are cut into tiles, and the tiles, laid one after the
+other along K, into equal shares of steps: whole tiles, or pieces of them where tiles are few or do not go round. Of a
+tile that several programs have a share of, each leaves its sum in memory, and the last one to come adds them up in the
+order of K.
 
 One warp copies weights and rows into a ring of stages in shared memory, others multiply. A program is launched while
 kernels before it still run, as soon as its multiprocessor has room for it, and fills its ring with weights before it
@@ -14,11 +15,16 @@ Shapes: M rows, K inputs, N outputs; a step is 128 of K.
 # pyright: reportMissingImports=false, reportIndexIssue=false
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cache
+from math import gcd
+
 import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
     mbarrier,
     tma,
     warpgroup_mma,
@@ -35,45 +41,80 @@ from lockstep.quant.kernels.triton_tiles import cdiv, multiprocessors
 LINE = gl.constexpr(64)  # of K: what is copied, and multiplied, at a time
 LINES = gl.constexpr(2)  # of a stage
 OUTPUTS = gl.constexpr(64)  # of a tile
-MOST_PIECES = 4  # of a tile, as a rule: adding them up takes time
-STAGES = {16: 10, 32: 8}  # for up to so many rows: about what shared memory holds
+STAGES = {16: 10, 32: 8, 64: 6, 128: 4}  # for so many rows of a tile: about what shared memory holds
 MOST_ROWS = max(STAGES)  # more, and a library takes less time: every tile reads all rows again
+MOST_PIECES = 4  # of a tile, as a rule
 _LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 
 
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Of a product into tiles and shares."""
+
+    rows: int  # of a tile
+    row_tiles: int
+    steps: int  # of a tile
+    total: int  # steps of all tiles
+    share: int  # steps of a program
+
+    @property
+    def programs(self) -> int:
+        return cdiv(self.total, self.share)
+
+    @property
+    def pieces(self) -> int:
+        """Most that a tile is in: one may begin at any multiple of what steps and share have in common."""
+        return (self.share - gcd(self.steps, self.share) + self.steps - 1) // self.share + 1
+
+    @property
+    def cost(self) -> float:
+        """About proportional to time on an H200: what a program copies (in KB), what all copy, the sums of pieces."""
+        step = (OUTPUTS.value + self.rows) / 4
+        return self.share * step + 0.012 * self.total * step + 2.5 * self.rows * self.pieces * (self.pieces > 1)
+
+
+@cache
+def cut(M: int, N: int, K: int, processors: int) -> Cut:
+    """The one that costs least."""
+    steps, cuts = cdiv(K, LINE.value * LINES.value), []
+    for rows in (rows for rows in STAGES if min(M, 32) <= rows < max(2 * M, 32)):
+        row_tiles = cdiv(M, rows)
+        total = steps * row_tiles * cdiv(N, OUTPUTS.value)
+        shares = (max(cdiv(total, processors), cdiv(steps, pieces)) for pieces in range(1, MOST_PIECES + 1))
+        cuts += [Cut(rows, row_tiles, steps, total, share) for share in shares]
+    return min(cuts, key=lambda cut: cut.cost)
+
+
 def linear(x: Tensor, weight: Tensor) -> Tensor:
-    """bfloat16 [M, K] and [N, K] to [M, N]. Up to MOST_ROWS."""
+    """bfloat16 [M, K] and [N, K] to [M, N]. Up to MOST_ROWS; K and N multiples of 8."""
     assert x.shape[1] == weight.shape[1], "copies would fill up the shorter one with zeros"
     assert x.dtype == weight.dtype == torch.bfloat16
     (M, K), N, x = x.shape, len(weight), x.contiguous()
-    rows, stages = next((rows, stages) for rows, stages in STAGES.items() if rows >= M)
-    steps = cdiv(K, LINE.value * LINES.value)
-    total = steps * cdiv(N, OUTPUTS.value)
-    share = max(cdiv(total, multiprocessors(x.device)), cdiv(steps, MOST_PIECES))
-    programs, pieces = cdiv(total, share), cdiv(steps, share) + 1
-    y = x.new_empty(M, N)
-    sums = torch.empty(programs * pieces * OUTPUTS.value * rows, dtype=torch.float32, device=x.device)
-    _linear[(programs,)](
-        TensorDescriptor.from_tensor(x, [rows, LINE.value], _LAYOUT),
+    work = cut(M, N, K, multiprocessors(x.device))
+    y, num_sums = x.new_empty(M, N), work.programs * work.pieces * OUTPUTS.value * work.rows
+    sums = torch.empty(num_sums if work.pieces > 1 else 1, dtype=torch.float32, device=x.device)
+    _linear[(work.programs,)](
+        TensorDescriptor.from_tensor(x, [work.rows, LINE.value], _LAYOUT),
         TensorDescriptor.from_tensor(weight, [OUTPUTS.value, LINE.value], _LAYOUT),
-        y, sums, counters(x.device), M, N, steps, total, share, pieces, STAGES=stages,
-        num_warps=4, maxnreg=96, launch_pdl=True,
+        TensorDescriptor.from_tensor(y, [work.rows, OUTPUTS.value], _LAYOUT),
+        sums, counters(x.device), work.steps, work.total, work.share, work.pieces, work.row_tiles,
+        STAGES=STAGES[work.rows], num_warps=4, maxnreg=96 if work.rows <= 64 else 128, launch_pdl=True,
     )  # fmt: skip
     return y
 
 
-@gluon.jit(do_not_specialize=["M", "steps", "total", "share", "pieces"])
-def _linear(x, w, y, sums, counters, M, N, steps, total, share, pieces, STAGES: gl.constexpr):
+@gluon.jit(do_not_specialize=["steps", "total", "share", "pieces", "row_tiles"])
+def _linear(x, w, y, sums, counters, steps, total, share, pieces, row_tiles, STAGES: gl.constexpr):
     gdc_launch_dependents()
     rows, weights = _ring(x, STAGES * LINES), _ring(w, STAGES * LINES)
     full, empty = barriers(STAGES, 1)
-    ring = (rows, weights, full, empty)
+    ring, result = (rows, weights, full, empty), gl.allocate_shared_memory(y.dtype, y.block_type.shape, y.layout)
     begin = gl.program_id(0) * share
     end = gl.minimum(begin + share, total)
     gl.warp_specialize(
         [
-            (_multiply_shares, (ring, y, sums, counters, M, N, begin, end, steps, share, pieces)),
-            (_load, (ring, x, w, begin, end, steps)),
+            (_multiply_shares, (ring, y, result, sums, counters, begin, end, steps, share, pieces, row_tiles)),
+            (_load, (ring, x, w, begin, end, steps, row_tiles)),
         ],
         [1],
         [40],
@@ -88,43 +129,43 @@ def _ring(tiles, PLACES: gl.constexpr):
 
 
 @gluon.jit
-def _load(ring, x, w, begin, end, steps):
+def _load(ring, x, w, begin, end, steps, row_tiles):
     """Fills stages as soon as they are empty; the first ones with weights before there are rows."""
     _, _, full, empty = ring
     STAGES: gl.constexpr = full.shape[0]
     ahead = gl.minimum(begin + STAGES, end)
     for step in range(begin, ahead):
-        _load_weights(ring, w, step, step - begin, steps)
+        _load_weights(ring, w, step, step - begin, steps, row_tiles)
     gdc_wait()
     for step in range(begin, ahead):
-        _load_rows(ring, x, step, step - begin, steps)
+        _load_rows(ring, x, step, step - begin, steps, row_tiles)
     for step in range(ahead, end):
         done = step - begin
         mbarrier.wait(empty.index(done % STAGES), (done // STAGES + 1) & 1)
-        _load_weights(ring, w, step, done % STAGES, steps)
-        _load_rows(ring, x, step, done % STAGES, steps)
+        _load_weights(ring, w, step, done % STAGES, steps, row_tiles)
+        _load_rows(ring, x, step, done % STAGES, steps, row_tiles)
 
 
 @gluon.jit
-def _load_weights(ring, w, step, stage, steps):
+def _load_weights(ring, w, step, stage, steps, row_tiles):
     rows, weights, full, _ = ring
     ready = full.index(stage)
     mbarrier.expect(ready, LINES * LINE * 2 * (OUTPUTS + rows.shape[1]))
     for line in gl.static_range(LINES):
-        place = [step // steps * OUTPUTS, (step % steps * LINES + line) * LINE]
+        place = [step // steps // row_tiles * OUTPUTS, (step % steps * LINES + line) * LINE]
         tma.async_copy_global_to_shared(w, place, ready, weights.index(stage * LINES + line))
 
 
 @gluon.jit
-def _load_rows(ring, x, step, stage, steps):
+def _load_rows(ring, x, step, stage, steps, row_tiles):
     rows, _, full, _ = ring
     for line in gl.static_range(LINES):
-        place = [0, (step % steps * LINES + line) * LINE]
+        place = [step // steps % row_tiles * rows.shape[1], (step % steps * LINES + line) * LINE]
         tma.async_copy_global_to_shared(x, place, full.index(stage), rows.index(stage * LINES + line))
 
 
 @gluon.jit
-def _multiply_shares(ring, y, sums, counters, M, N, begin, end, steps, share, pieces):
+def _multiply_shares(ring, y, result, sums, counters, begin, end, steps, share, pieces, row_tiles):
     """Computes this program's tiles, and its pieces of the first and the last of them."""
     gdc_wait()
     step = begin
@@ -133,9 +174,9 @@ def _multiply_shares(ring, y, sums, counters, M, N, begin, end, steps, share, pi
         count = gl.minimum((tile + 1) * steps, end) - step
         product = _multiply(ring, step - begin, count)
         if count == steps:
-            _write(product, y, tile, M, N)
+            _write(product, y, result, tile, row_tiles)
         else:
-            _meet(product, y, sums, counters, tile, M, N, steps, share, pieces)
+            _meet(product, y, result, sums, counters, tile, steps, share, pieces, row_tiles)
         step += count
 
 
@@ -162,7 +203,7 @@ def _multiply(ring, done, count):
 
 
 @gluon.jit
-def _meet(product, y, sums, counters, tile, M, N, steps, share, pieces):
+def _meet(product, y, result, sums, counters, tile, steps, share, pieces, row_tiles):
     """Leaves this piece of a tile; the last one to come adds up all of them and writes the tile."""
     SIZE: gl.constexpr = OUTPUTS * product.shape[1]
     first, last = tile * steps // share, ((tile + 1) * steps - 1) // share  # programs that have a piece of it
@@ -176,14 +217,16 @@ def _meet(product, y, sums, counters, tile, M, N, steps, share, pieces):
         for piece in range(1, last - first + 1):
             total += gl.load(place + piece * SIZE, cache_modifier=".cg")
         gl.store(counters + first, 0)
-        _write(total, y, tile, M, N)
+        _write(total, y, result, tile, row_tiles)
 
 
 @gluon.jit
-def _write(product, y, tile, M, N):
-    """Threads exchange what they hold, so that neighbours write neighbouring outputs."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])
-    rows = gl.arange(0, product.shape[1], gl.SliceLayout(0, LAYOUT))[None, :]
-    outputs = tile * OUTPUTS + gl.arange(0, OUTPUTS, gl.SliceLayout(1, LAYOUT))[:, None]
-    value = gl.convert_layout(product.to(y.dtype.element_ty), LAYOUT)
-    gl.store(y + rows.to(gl.int64) * N + outputs, value, (rows < M) & (outputs < N))
+def _write(product, y, result, tile, row_tiles):
+    """By way of shared memory, from where whole lines are copied, and no further than y goes."""
+    place = [tile % row_tiles * product.shape[1], tile // row_tiles * OUTPUTS]
+    result.permute([1, 0]).store(product.to(y.dtype))
+    fence_async_shared()
+    gl.thread_barrier()
+    tma.async_copy_shared_to_global(y, place, result)
+    tma.store_wait(0)
+    gl.thread_barrier()  # until it is read nobody may write the next one over it
