@@ -90,13 +90,13 @@ def test_small_tiles_hold_small_sums() -> None:
     """Two warps have no registers for 8 members of 16 queries each."""
     from lockstep.models.kernels import attention
 
-    assert attention.choose_tile(2048, 132, 4, 128) == attention.choose_tile(2048, 132, 8 * 8, 128) == attention.SMALL
-    assert attention.choose_tile(2048, 132, 8 * 16, 128) == attention.LARGE
+    assert attention.choose_tile(256, 132, 4, 128) == attention.choose_tile(256, 132, 8 * 8, 128) == attention.SMALL
+    assert attention.choose_tile(256, 132, 8 * 16, 128) == attention.LARGE
 
 
 @pytest.mark.parametrize(
     ("programs", "splits", "tile"),
-    [(8, 32, "SMALL"), (96, 8, "SMALL"), (256, 3, "SMALL"), (528, 1, "SMALL"), (768, 3, "LARGE"), (2048, 1, "SMALL")],
+    [(8, 32, "SMALL"), (96, 8, "SMALL"), (256, 3, "SMALL"), (528, 1, "SMALL"), (768, 3, "LARGE"), (2048, 1, "LARGE")],
 )
 def test_small_and_uneven_batches_cut_their_keys(programs: int, splits: int, tile: str) -> None:
     from lockstep.models.kernels import attention

@@ -64,7 +64,7 @@ def decode(
         common = fill(triton.cdiv(batch, MEMBERS) * heads, processors)
     pieces, tile = splits + common, choose_tile(batch * heads, processors, (MEMBERS if common else 1) * group, size)
     partial = out if pieces == 1 else query_BHD.new_empty(pieces, batch, num_queries, size + 2, dtype=torch.float32)
-    _decode[batch, heads, pieces](
+    _decode[heads, batch, pieces](  # the heads of a sequence run together: their keys lie side by side
         query_BHD, *cache, pages_BP, lengths_B, *(shared or (None,) * 4), partial, scale * LOG2E, pages_BP.stride(0),
         splits, common, H=heads, G=group, D=size, S=page_size, BLOCK_N=tile.keys, WHOLE=pieces == 1, MEMBERS=MEMBERS,
         WINDOW=window or 0, PRECISION=_precision(query_BHD), DEPENDENT=DEPENDENT, launch_pdl=DEPENDENT,
@@ -79,9 +79,8 @@ def decode(
 
 
 def choose_tile(programs: int, processors: int, queries: int, size: int) -> Tile:
-    """Large ones where sequences are cut to even out their lengths, or a program's `queries` are many."""
-    uneven = SPARSE * processors < programs < DENSE * processors
-    return LARGE if uneven or num_rows(queries) * size > SMALL_SUMS else SMALL
+    """Small ones for few programs, unless the `queries` of each are many."""
+    return SMALL if programs <= SPARSE * processors and num_rows(queries) * size <= SMALL_SUMS else LARGE
 
 
 def prefill(
@@ -143,7 +142,7 @@ def _decode(
     sequence's own keys."""
     let_next_start(DEPENDENT)
     await_inputs(DEPENDENT)
-    b, h, piece = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    h, b, piece = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     if piece >= common:
         length = tl.load(lengths_ptr + b).to(tl.int32)
         begin = tl.load(before_ptr + b).to(tl.int32) if before_ptr is not None else 0
@@ -198,7 +197,7 @@ def _decode_piece(
         acc = acc / mass[:, None]
         tl.store(out_ptr + query_rows[:, None] * D + d, acc.to(out_ptr.dtype.element_ty), mask=mine[:, None])
     else:
-        rows = (piece.to(tl.int64) * tl.num_programs(0) * H * G + query_rows) * (D + 2)
+        rows = (piece.to(tl.int64) * tl.num_programs(1) * H * G + query_rows) * (D + 2)
         if low < high:  # of an empty piece nobody reads the sum
             tl.store(out_ptr + rows[:, None] + d, acc, mask=mine[:, None])
         tl.store(out_ptr + rows + D, top, mask=mine)
