@@ -231,12 +231,15 @@ def test_low_bit_products(rows: int, compiled: list[str]) -> None:
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float32])
 def test_4_bit_weights_times_up_to_256_rows(dtype: torch.dtype, compiled: list[str]) -> None:
-    from lockstep.quant.kernels import triton_four
+    from lockstep.quant.kernels import gluon_four, triton_four
+    from lockstep.quant.kernels.triton_configs import wide_tiles
 
-    for rows in (65, 128, 192, 256):
-        triton_four.w4a16_matmul(torch.zeros(rows, 4096, dtype=BF16), *four_bit_weight(), dtype)
+    for rows in (65, 128, 160, 192):
+        for tile in wide_tiles(rows):
+            gluon_four.w4a16_matmul(torch.zeros(rows, 4096, dtype=BF16), *four_bit_weight(), dtype, (tile,))
+    triton_four.w4a16_matmul(torch.zeros(256, 4096, dtype=BF16), *four_bit_weight(), dtype)
     triton_four.w4a16_matmul(torch.zeros(128, 1088, dtype=BF16), *four_bit_weight(), dtype)  # no multiple of 128
-    assert compiled == ["_wide"] * 4 + ["_four_bit"]
+    assert compiled == ["_wide"] * 9 + ["_four_bit"]
 
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float32])
@@ -253,16 +256,28 @@ def test_low_bit_products_of_many_rows(dtype: torch.dtype, compiled: list[str]) 
 
 @pytest.mark.parametrize("rows", [65, 160, 256])
 def test_work_is_dealt_out_evenly(rows: int) -> None:
-    from lockstep.quant.kernels.gluon_four import deal
-    from lockstep.quant.kernels.triton_configs import wide_tile
+    from lockstep.quant.kernels.gluon_deal import MOST_PIECES, deal
+    from lockstep.quant.kernels.triton_configs import wide_tiles
 
-    tile = wide_tile(rows)
-    assert tile
-    for N, K, processors in product((1, 128, 5000, 16896, 151_936), (128, 1408, 12288), (78, 132)):
-        work = deal(tile, rows, N, K, processors)
-        rest = work.tiles - work.rounds * work.programs
-        assert rest * work.pieces <= work.programs <= processors
-        assert (work.pieces - 1) * work.share < K // 128 <= work.pieces * work.share
+    weights = product((1, 128, 5000, 16896, 151_936), (128, 1408, 12288))
+    for tile, (N, K), processors in product(wide_tiles(rows), weights, (78, 132)):
+        work, steps = deal(tile, rows, N, K, processors), K // 128
+        tiles = -(-rows // tile.all_rows) * -(-N // tile.outputs)
+        assert work.programs <= processors
+        assert work.rounds * work.programs * steps + work.rest == tiles * steps
+        assert work.rest <= work.programs * work.share <= work.rest + processors * work.share
+        assert steps <= MOST_PIECES * work.share <= MOST_PIECES * steps
+
+
+def test_large_tiles_are_for_weights_that_they_need_not_be_cut_for() -> None:
+    from lockstep.quant.kernels.gluon_deal import choose
+    from lockstep.quant.kernels.triton_configs import wide_tiles
+
+    def groups(rows: int, N: int, K: int) -> int:
+        return choose(wide_tiles(rows), rows, N, K, 132)[0].groups
+
+    assert [groups(rows, 24576, 4096) for rows in (65, 192, 256)] == [3] * 3
+    assert [groups(rows, N, K) for rows in (65, 256) for N, K in ((6144, 4096), (4096, 12288), (100, 256))] == [2] * 6
 
 
 @pytest.mark.parametrize("rows", [16, 256])

@@ -215,8 +215,11 @@ def test_4_bit_weights_times_16_bit_rows_equal_the_reference(rows: int, K: int) 
         assert distance(result, reference.w4a16_matmul(x, packed, scales, torch.float32)) <= 1e-5
 
 
-# Tiles that go round once and more, tiles in 1, 2, 4 and more pieces, and a last piece that is shorter.
-@pytest.mark.parametrize(("N", "K"), [(70, 128), (1000, 384), (777, 1408), (2816, 4096), (4096, 12288), (17050, 1024)])
+# Tiles that go round once and more, in 1, 2, 4 and more pieces, pieces that straddle tiles, tiles of three groups.
+@pytest.mark.parametrize(
+    ("N", "K"),
+    [(70, 128), (1000, 384), (777, 1408), (2816, 4096), (4096, 12288), (17050, 1024), (6144, 4096), (24500, 512)],
+)
 def test_65_to_256_rows_of_w4a16_equal_the_reference(N: int, K: int) -> None:
     """And give the same each time: pieces of K are added in their order, whichever is done first."""
     packed, scales = weight_of("w4a16_matmul", N, K)

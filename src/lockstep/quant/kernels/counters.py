@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-MOST = 150  # tiles that are counted at the same time
+MOST = 400  # that a launch uses: one for each tile, or three for each multiprocessor
 Counters = dict[torch.device, Tensor]
 
 _lasting: list[Tensor] = []  # all there are: a captured step uses its own for as long as it is run

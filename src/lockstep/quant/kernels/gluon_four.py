@@ -1,13 +1,16 @@
 """w4a16 for 65 to 256 rows of bfloat16 on Hopper: tensor cores that do not wait for weights to be decoded.
 
-Each multiprocessor runs one program. One of its warps copies codes and rows into a ring of stages in shared memory; two
-groups of four take a tile's first outputs and its others, decode their codes in registers and multiply them. Neither
-awaits the other: while one decodes, the tensor cores work on what the other has decoded. In Gluon, for Triton itself
-keeps all warps in step.
+Each multiprocessor runs one program. One of its warps copies codes, scales and rows into a ring of stages in shared
+memory; two or three groups of four take 64 outputs of a tile each, decode their codes in registers and multiply them.
+None awaits another: while one decodes, the tensor cores work on what the others have decoded. In Gluon, for Triton
+itself keeps all warps in step.
 
-Tiles are dealt out in turns. As many as go round evenly are computed whole. Each of the rest is cut along K into as
-many equal pieces as keep all multiprocessors busy: these leave their sums in memory, await each other, and add up and
-write some rows each, in the order of K. So K is cut by a rule that looks at M, N, K and the device.
+Tiles are dealt out in turns (`gluon_deal`). Of a tile that several programs have a piece of, all but the last leave
+their sums in memory; the last awaits them and adds them to its own, always in the same order. Whoever is awaited has a
+lower number, and programs start in the order of their numbers.
+
+A program is launched while the kernel before still runs, as soon as its multiprocessor has room for it, and fetches its
+first codes into the L2 cache until there are rows.
 
 The arithmetic is that of `triton_four`. Shapes: M rows, K inputs (a multiple of 128), N outputs; a step is 128 of K.
 """
@@ -15,12 +18,11 @@ The arithmetic is that of `triton_four`. Shapes: M rows, K inputs (a multiple of
 # pyright: reportMissingImports=false, reportIndexIssue=false
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
     tma,
@@ -29,105 +31,106 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lockstep.quant.kernels.counters import counters
+from lockstep.quant.kernels.gluon_deal import choose
 from lockstep.quant.kernels.gluon_ring import barriers
 from lockstep.quant.kernels.triton_configs import WideTile
 from lockstep.quant.kernels.triton_decode import SHRUNK, TO_HIGH, TO_LOW, TO_SCALES
-from lockstep.quant.kernels.triton_tiles import GROUP, cdiv, multiprocessors
+from lockstep.quant.kernels.triton_tiles import GROUP, multiprocessors
 
 STEP, HALF = gl.constexpr(GROUP), gl.constexpr(GROUP // 2)
 PAIRS = gl.constexpr(GROUP // 4)  # of bytes, in a step of one output
-OUTPUTS = gl.constexpr(128)  # of a tile
-SHARE = gl.constexpr(64)  # of these, of each group of warps
-ADDED = gl.constexpr(16)  # rows of a tile whose pieces are added at a time
+SHARE = gl.constexpr(64)  # outputs of a tile, of each group of warps
 _ROWS = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 _PAIRS = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=16, rank=2)
-# With the loading warp, which counts as four, and both groups all registers there are. Programs that await each other
-# must all run.
-_COMPILED = {"num_warps": 4, "maxnreg": 168, "launch_cooperative_grid": True}
+_SCALES = gl.constexpr(gl.SwizzledSharedLayout(vec=1, per_phase=1, max_phase=1, order=[0]))
+_LOADED = gl.constexpr(gl.BlockedLayout([2], [32], [1], [0]))  # outputs, by the loading warp
+_FLAT = gl.constexpr(gl.BlockedLayout([4], [32], [4], [0]))
+# By groups: registers of a thread at the start, of a group's and of the loading warp's, which counts as four. The first
+# group gets what is left: together all there are.
+_REGISTERS = {2: (168, 232, 40), 3: (128, 160, 24)}
 
 
-@dataclass(frozen=True, slots=True)
-class Deal:
-    """Who computes what."""
-
-    row_tiles: int
-    tiles: int
-    programs: int
-    rounds: int  # tiles that each program computes whole
-    pieces: int  # of each tile that remains
-    share: int  # steps of a piece, but for the last of a tile, which may have fewer
-
-    @property
-    def cut(self) -> int:
-        """Tiles that are computed in pieces."""
-        return self.tiles - self.rounds * self.programs if self.pieces > 1 else 0
-
-
-def deal(tile: WideTile, M: int, N: int, K: int, processors: int) -> Deal:
-    """The longest turn is what counts. Pieces that straddle tiles would be shorter, but more of them would meet."""
-    row_tiles, steps = cdiv(M, tile.all_rows), K // GROUP
-    tiles = row_tiles * cdiv(N, OUTPUTS.value)
-    rounds, rest = divmod(tiles, processors)
-    most = min(processors // rest, tile.all_rows // ADDED.value) if rest else 1  # more would have nothing to add up
-    share = cdiv(steps, most)
-    pieces = cdiv(steps, share)
-    return Deal(row_tiles, tiles, processors if rounds else rest * pieces, rounds, pieces, share)
-
-
-def w4a16_matmul(x: Tensor, packed: Tensor, scales: Tensor, dtype: torch.dtype, tile: WideTile) -> Tensor:
+def w4a16_matmul(x: Tensor, packed: Tensor, scales: Tensor, dtype: torch.dtype, tiles: tuple[WideTile, ...]) -> Tensor:
     """bfloat16 [M, K], uint8 [N, K/2], float32 scales [N, K/128] to [M, N]."""
     (M, K), N = x.shape, len(packed)
     x, codes = x.contiguous(), packed.contiguous().view(torch.int16)
     y = torch.empty(M, N, dtype=dtype, device=x.device)
-    work = deal(tile, M, N, K, multiprocessors(x.device))
-    sums = torch.empty(work.cut * work.pieces * OUTPUTS.value * tile.all_rows, dtype=torch.float32, device=x.device)
+    tile, work = choose(tiles, M, N, K, multiprocessors(x.device))
+    sums = torch.empty(work.cut * work.programs * tile.outputs * tile.all_rows, dtype=torch.float32, device=x.device)
     x_tiles = TensorDescriptor.from_tensor(x, [tile.rows, HALF.value], _ROWS)
     more_tiles = TensorDescriptor.from_tensor(x, [tile.more_rows, HALF.value], _ROWS) if tile.more_rows else None
-    w_tiles = TensorDescriptor.from_tensor(codes, [OUTPUTS.value, PAIRS.value], _PAIRS)
+    w_tiles = TensorDescriptor.from_tensor(codes, [SHARE.value, PAIRS.value], _PAIRS)
+    at_start, group, loading = _REGISTERS[tile.groups]
     _wide[(work.programs,)](
-        x_tiles, more_tiles, w_tiles, scales, y, sums, counters(x.device), M, N, K // GROUP,
-        work.row_tiles, work.tiles, work.rounds, work.pieces, work.share, *scales.stride(), STAGES=tile.stages,
-        **_COMPILED,
+        x_tiles, more_tiles, w_tiles, codes, scales, y, sums, counters(x.device), M, N, K // GROUP,
+        work.row_tiles, work.rounds, work.rest, work.share, *scales.stride(), STAGES=tile.stages, GROUPS=tile.groups,
+        REGISTERS=group, LOADING=loading, num_warps=4, maxnreg=at_start, launch_pdl=True,
     )  # fmt: skip
     return y
 
 
-@gluon.jit(do_not_specialize=["M", "steps", "row_tiles", "tiles", "rounds", "pieces", "share"])
+@gluon.jit(do_not_specialize=["M", "steps", "row_tiles", "rounds", "rest", "share"])
 def _wide(
-    x, more_x, w, scales, y, sums, counters, M, N, steps, row_tiles, tiles, rounds, pieces, share, scale_n, scale_k,
-    STAGES: gl.constexpr,
+    x, more_x, w, packed, scales, y, sums, counters, M, N, steps, row_tiles, rounds, rest, share, scale_n, scale_k,
+    STAGES: gl.constexpr, GROUPS: gl.constexpr, REGISTERS: gl.constexpr, LOADING: gl.constexpr,
 ):  # fmt: skip
+    gdc_launch_dependents()
     rows = (gl.allocate_shared_memory(x.dtype, [STAGES * 2, x.block_type.shape[0], HALF], x.layout),)
     if more_x is not None:
         more = gl.allocate_shared_memory(x.dtype, [STAGES * 2, more_x.block_type.shape[0], HALF], x.layout)
         rows = (rows[0], more)
-    codes = gl.allocate_shared_memory(gl.int16, [STAGES, OUTPUTS, PAIRS], w.layout)
-    full, empty = barriers(STAGES, 2)
-    ring, work = (rows, codes, full, empty), (steps, row_tiles, tiles, rounds, pieces, share)
-    given = (ring, work, scales, scale_n, scale_k, y, sums, counters, M, N)
-    gl.warp_specialize(
-        [
-            (_multiply_tiles, (given, gl.constexpr(0))),
-            (_multiply_tiles, (given, gl.constexpr(1))),
-            (_load_tiles, (ring, work, x, more_x, w)),
-        ],
-        [4, 1],
-        [232, 40],
-    )
+    codes = gl.allocate_shared_memory(gl.int16, [STAGES * GROUPS, SHARE, PAIRS], w.layout)
+    factors = gl.allocate_shared_memory(gl.float32, [STAGES * GROUPS, SHARE], _SCALES)
+    full, empty = barriers(STAGES, GROUPS)
+    ring, work = (rows, codes, factors, full, empty), (steps, row_tiles, rounds, rest, share)
+    given, loaded = (ring, work, y, sums, counters, M, N), (x, more_x, w, packed, scales, scale_n, scale_k, N)
+    if GROUPS == 2:
+        gl.warp_specialize(
+            [
+                (_multiply_tiles, (given, gl.constexpr(0), GROUPS)),
+                (_multiply_tiles, (given, gl.constexpr(1), GROUPS)),
+                (_load_tiles, (ring, work, loaded, GROUPS)),
+            ],
+            [4, 1],
+            [REGISTERS, LOADING],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_multiply_tiles, (given, gl.constexpr(0), GROUPS)),
+                (_multiply_tiles, (given, gl.constexpr(1), GROUPS)),
+                (_multiply_tiles, (given, gl.constexpr(2), GROUPS)),
+                (_load_tiles, (ring, work, loaded, GROUPS)),
+            ],
+            [4, 4, 1],
+            [REGISTERS, REGISTERS, LOADING],
+        )
 
 
 @gluon.jit
 def _turn(work, turn):
-    """What this program does in a turn: the tile, the first step of it, how many. No steps: it has no such turn."""
-    steps, _, tiles, rounds, pieces, share = work
+    """What this program does in a turn: the tile, the first step of it, how many. No steps: it has no such turn.
+
+    A share has steps of two tiles at most. The later tile's are first in turn: another program awaits their sum.
+    """
+    steps, _, rounds, rest, share = work
     program = gl.program_id(0)
     tile, first, count = program * rounds + turn, 0, steps
-    if turn == rounds:
-        tile = rounds * gl.num_programs(0) + program // pieces
-        first = program % pieces * share
-        count = gl.where(tile < tiles, gl.minimum(share, steps - first), 0)
+    if turn >= rounds:
+        begin = gl.minimum(program * share, rest)
+        end = gl.minimum(begin + share, rest)
+        tile = begin // steps
+        border = (tile + 1) * steps
+        if turn == rounds:
+            tile += 1
+            count = gl.maximum(end - border, 0)
+        else:
+            first = begin % steps
+            count = gl.minimum(end, border) - begin
+        tile += rounds * gl.num_programs(0)
     return tile, first, count
 
 
@@ -138,54 +141,85 @@ def _all_rows(rows):
 
 
 @gluon.jit
-def _load_tiles(ring, work, x, more_x, w):
+def _next(stage, phase, STAGES: gl.constexpr):
+    """The stage after this one, and the phase of its barriers: it changes each time round."""
+    last = stage == STAGES - 1
+    return gl.where(last, 0, stage + 1), phase ^ last.to(gl.int32)
+
+
+@gluon.jit
+def _load_tiles(ring, work, loaded, GROUPS: gl.constexpr):
     """Fills stages as soon as they are empty."""
-    rows, codes, full, empty = ring
+    rows, codes, factors, full, empty = ring
+    x, more_x, w, packed, scales, scale_n, scale_k, N = loaded
     STAGES: gl.constexpr = full.shape[0]
     ROWS: gl.constexpr = _all_rows(rows)
-    row_tiles, rounds, done = work[1], work[3], 0
-    for turn in range(rounds + 1):
+    _, row_tiles, rounds, _, _ = work
+    _fetch_ahead(packed, work, N, GROUPS, STAGES)
+    gdc_wait()
+    stage, phase = 0, 1
+    for turn in range(rounds + 2):
         tile, first, count = _turn(work, turn)
-        row, output = tile % row_tiles * ROWS, tile // row_tiles * OUTPUTS
+        row, output = tile % row_tiles * ROWS, tile // row_tiles * (GROUPS * SHARE)
         for step in range(first, first + count):
-            stage = done % STAGES
-            mbarrier.wait(empty.index(stage), (done // STAGES + 1) & 1)
             ready = full.index(stage)
-            mbarrier.expect(ready, OUTPUTS * HALF + ROWS * STEP * 2)
-            tma.async_copy_global_to_shared(w, [output, step * PAIRS], ready, codes.index(stage))
+            mbarrier.wait(empty.index(stage), phase)
+            for group in gl.static_range(GROUPS):
+                outputs = output + group * SHARE + gl.arange(0, SHARE, _LOADED)
+                place = scales + outputs * scale_n + step * scale_k
+                async_copy.async_copy_global_to_shared(factors.index(stage * GROUPS + group), place, outputs < N)
+            async_copy.mbarrier_arrive(ready)
+            mbarrier.expect(ready, GROUPS * SHARE * HALF + ROWS * STEP * 2)
+            for group in gl.static_range(GROUPS):
+                place = codes.index(stage * GROUPS + group)
+                tma.async_copy_global_to_shared(w, [output + group * SHARE, step * PAIRS], ready, place)
             for half in gl.static_range(2):
                 k, place = step * STEP + half * HALF, stage * 2 + half
                 tma.async_copy_global_to_shared(x, [row, k], ready, rows[0].index(place))
                 if more_x is not None:
                     tma.async_copy_global_to_shared(more_x, [row + rows[0].shape[1], k], ready, rows[1].index(place))
-            done += 1
+            stage, phase = _next(stage, phase, STAGES)
 
 
 @gluon.jit
-def _multiply_tiles(given, SIDE: gl.constexpr):
-    """Computes and writes a group's outputs of this program's tiles, and its part of the one it has a piece of."""
-    ring, work, scales, scale_n, scale_k, y, sums, counters, M, N = given
+def _fetch_ahead(packed, work, N, GROUPS: gl.constexpr, STAGES: gl.constexpr):
+    """Brings the codes of the first stages into the L2 cache. Whoever may still write them writes to the same cache."""
+    steps, row_tiles, _, _, _ = work
+    tile, first, count = _turn(work, 0)
+    if count == 0:
+        tile, first, count = _turn(work, 1)
+    for group in gl.static_range(GROUPS):
+        outputs = tile // row_tiles * (GROUPS * SHARE) + group * SHARE + gl.arange(0, SHARE, _LOADED)
+        places = packed + (gl.minimum(outputs, N - 1).to(gl.int64) * steps + first) * PAIRS
+        for step in range(0, gl.minimum(count, STAGES), 2):  # 128 bytes
+            gl.inline_asm_elementwise(
+                "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [(places + step * PAIRS).to(gl.int64)],
+                dtype=gl.int32, is_pure=False, pack=1,
+            )  # fmt: skip
+
+
+@gluon.jit
+def _multiply_tiles(given, SIDE: gl.constexpr, GROUPS: gl.constexpr):
+    """Computes and writes a group's outputs of this program's tiles, and leaves or adds up its parts of pieces."""
+    ring, work, y, sums, counters, M, N = given
     rows = ring[0]
-    ROWS: gl.constexpr = _all_rows(rows)
-    LAYOUT: gl.constexpr = gl.SliceLayout(1, _pairs_layout(SHARE, PAIRS, gl.num_warps()))
-    steps, row_tiles, _, rounds, pieces, _ = work
-    sums += SIDE * (ROWS * SHARE)
-    done = 0
-    for turn in range(rounds + 1):
+    steps, row_tiles, rounds, _, share = work
+    gdc_wait()
+    stage, phase = 0, 0
+    for turn in range(rounds + 2):
         tile, first, count = _turn(work, turn)
-        row, output = tile % row_tiles * ROWS, tile // row_tiles * OUTPUTS + SIDE * SHARE
         if count > 0:
-            # Beyond the last output: any other's scale will do, the result is not written.
-            outputs = (output + gl.arange(0, SHARE, LAYOUT)) % N
-            products = _multiply(ring, scales + outputs * scale_n + first * scale_k, scale_k, done, count, SIDE)
-            done += count
+            products, stage, phase = _multiply(ring, stage, phase, count, SIDE, GROUPS)
+            row, output = tile % row_tiles * _all_rows(rows), tile // row_tiles * (GROUPS * SHARE) + SIDE * SHARE
+            target = (y, row, output, M, N)
+            cut = tile - rounds * gl.num_programs(0)  # its number among the tiles that remain
+            own, counter = sums + SIDE * (_all_rows(rows) * SHARE), counters + cut * GROUPS + SIDE
             if count == steps:
-                for i in gl.static_range(len(rows)):
-                    _write(products[i], y, row + i * rows[0].shape[1], output, M, N)
+                _write(products, target)
+            elif first + count < steps:
+                _leave(products, own, counter, GROUPS)
             else:
-                for i in gl.static_range(len(rows)):
-                    _leave(products[i], sums + gl.program_id(0) * (ROWS * OUTPUTS) + i * (rows[0].shape[1] * SHARE))
-                _add_up(sums, counters + SIDE, pieces, y, row, output, M, N, ROWS)
+                _add_up(products, own, counter, cut * steps // share, target, GROUPS)
 
 
 @gluon.constexpr_function
@@ -204,30 +238,27 @@ def _pairs_layout(outputs, pairs, warps):
 
 
 @gluon.jit
-def _multiply(ring, scales, scale_k, done, count, SIDE: gl.constexpr):
-    """The products [SHARE, rows] over the next `count` steps in the ring, times 2^-SHRUNK."""
-    rows, codes, full, empty = ring
-    STAGES: gl.constexpr = full.shape[0]
+def _multiply(ring, stage, phase, count, SIDE: gl.constexpr, GROUPS: gl.constexpr):
+    """The products [SHARE, rows] over the next `count` stages, times 2^-SHRUNK, and the stage and phase after them."""
+    rows, codes, factors, full, empty = ring
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, _product_layout(rows[0].shape[1], gl.num_warps()), 2)
     LAYOUT: gl.constexpr = _pairs_layout(SHARE, PAIRS, gl.num_warps())
     products = [_nothing(part.shape[1]) for part in rows]
     busy = gl.zeros([SHARE, HALF], gl.bfloat16, WEIGHTS)  # weights that the tensor cores may still be reading
-    scale = gl.load(scales)
-    for i in range(count):
-        stage = (done + i) % STAGES
-        low, high, excess = _scale_pairs(scale)
-        scales += scale_k
-        scale = gl.load(scales, i + 1 < count)
-        mbarrier.wait(full.index(stage), (done + i) // STAGES & 1)
-        pairs = codes.index(stage).slice(SIDE * SHARE, SHARE).load(LAYOUT)
+    for _ in range(count):
+        mbarrier.wait(full.index(stage), phase)
+        taken, place = stage, stage * GROUPS + SIDE
+        stage, phase = _next(stage, phase, full.shape[0])
+        low, high, excess = _scale_pairs(factors.index(place).load(gl.SliceLayout(1, LAYOUT)))
+        pairs = codes.index(place).load(LAYOUT)
         for half in gl.static_range(2):
             weights = _decode(pairs, high if half else low, excess, half, WEIGHTS)
-            started = _start(products, weights, rows, stage * 2 + half)
+            started = _start(products, weights, rows, taken * 2 + half)
             # Of a product left under way at the end of a step ptxas would await every single instruction.
             products, busy = _await(started, busy, 0 if half else len(rows))
             busy = weights
-        mbarrier.arrive(empty.index(stage))
-    return products
+        mbarrier.arrive(empty.index(taken))
+    return products, stage, phase
 
 
 @gluon.constexpr_function
@@ -286,58 +317,67 @@ def _decode(pairs, scale, excess, HIGH: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def _leave(acc, place):
-    """A piece's sum, as [rows, SHARE]."""
-    outputs = gl.arange(0, SHARE, gl.SliceLayout(1, acc.type.layout))
-    rows = gl.arange(0, acc.shape[1], gl.SliceLayout(0, acc.type.layout))
-    gl.store(place + rows[None, :] * SHARE + outputs[:, None], acc)
-
-
-@gluon.jit
-def _add_up(sums, counters, pieces, y, row, output, M, N, ROWS: gl.constexpr):
-    """Awaits the other pieces of this program's tile, and adds up and writes some of its rows."""
-    piece, number = gl.program_id(0) % pieces, gl.program_id(0) // pieces
-    counter, first = counters + number * 2, sums + number * pieces * (ROWS * OUTPUTS)
+def _leave(products, sums, counter, GROUPS: gl.constexpr):
+    """This piece's sums, and the word that they are there."""
+    place = sums + gl.program_id(0) * (_all_columns(products) * GROUPS * SHARE)
+    for i in gl.static_range(len(products)):
+        flat = _flat(products[i])
+        gl.store(place + i * (products[0].shape[1] * SHARE) + gl.arange(0, flat.shape[0], _FLAT), flat)
     gl.thread_barrier()  # every thread's part is written before the arrival is announced
-    gl.atomic_add(counter, 1, sem="acq_rel")
-    while gl.atomic_add(counter, 0, sem="acquire") < pieces:
+    gl.atomic_add(counter, 1, sem="release")
+
+
+@gluon.jit
+def _add_up(products, sums, counter, first, target, GROUPS: gl.constexpr):
+    """Awaits the pieces of the programs from `first` to this one, adds them to its own and writes the tile."""
+    SIZE: gl.constexpr = _all_columns(products) * GROUPS * SHARE
+    program = gl.program_id(0)
+    while gl.atomic_add(counter, 0, sem="acquire") < program - first:
         pass
-    for some in range(piece * ADDED, ROWS, pieces * ADDED):
-        _add_rows(first + some * SHARE, pieces, y, row + some, output, M, N, ROWS)
-    gl.thread_barrier()
-    if gl.atomic_add(counter, 1, sem="acq_rel") == 2 * pieces - 1:
-        gl.store(counter, 0)
+    gl.store(counter, 0)
+    y, row, output, M, N = target
+    for i in gl.static_range(len(products)):
+        total = _flat(products[i])
+        place = sums + first * SIZE + i * (products[0].shape[1] * SHARE) + gl.arange(0, total.shape[0], _FLAT)
+        for _ in range(first, program):
+            total += gl.load(place, cache_modifier=".cg")
+            place += SIZE
+        _write([_from_flat(total)], (y, row + i * products[0].shape[1], output, M, N))
+
+
+@gluon.constexpr_function
+def _all_columns(products):
+    return sum(product.shape[1] for product in products)
 
 
 @gluon.jit
-def _add_rows(sums, pieces, y, row, output, M, N, ROWS: gl.constexpr):
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [gl.num_warps(), 1], [1, 0])
-    rows = gl.arange(0, ADDED, gl.SliceLayout(1, LAYOUT))
-    outputs = gl.arange(0, SHARE, gl.SliceLayout(0, LAYOUT))
-    place = sums + rows[:, None] * SHARE + outputs[None, :]
-    total = gl.load(place, cache_modifier=".cg")
-    for _ in range(1, pieces):
-        place += ROWS * OUTPUTS
-        total += gl.load(place, cache_modifier=".cg")
-    _store(_result(total, y), y, row + rows[:, None], output + outputs[None, :], M, N)
+def _flat(product):
+    """As [SHARE * rows], what a thread holds side by side: no thread has to know where the others' numbers lie."""
+    parts = gl.reshape(product, [4, 2, 8, product.shape[1] // 8, 4, 2])
+    flat = gl.reshape(gl.permute(parts, [3, 0, 2, 4, 1, 5]), [product.shape[1] * SHARE])
+    return gl.convert_layout(flat, _FLAT, assert_trivial=True)
 
 
 @gluon.jit
-def _write(acc, y, row, output, M, N):
-    """Threads exchange what they hold, so that neighbours write neighbouring outputs."""
-    WIDTH: gl.constexpr = 128 // y.dtype.element_ty.primitive_bitwidth  # a thread's outputs: 16 bytes
-    LANES: gl.constexpr = SHARE // WIDTH
-    LAYOUT: gl.constexpr = gl.BlockedLayout([WIDTH, 1], [LANES, 32 // LANES], [1, gl.num_warps()], [0, 1])
-    rows = row + gl.arange(0, acc.shape[1], gl.SliceLayout(0, LAYOUT))[None, :]
+def _from_flat(flat):
+    ROWS: gl.constexpr = flat.shape[0] // SHARE
+    parts = gl.permute(gl.reshape(flat, [ROWS // 8, 4, 8, 4, 2, 2]), [1, 4, 2, 0, 3, 5])
+    return gl.reshape(parts, [SHARE, ROWS])
+
+
+@gluon.jit
+def _write(products, target):
+    for i in gl.static_range(len(products)):
+        _write_one(products[i], target, i * products[0].shape[1])
+
+
+@gluon.jit
+def _write_one(product, target, more):
+    """Threads of a warp exchange 16-bit results, so that each writes 16 bytes."""
+    y, row, output, M, N = target
+    BLOCKED: gl.constexpr = gl.BlockedLayout([8, 1], [2, 16], [gl.num_warps(), 1], [0, 1])
+    LAYOUT: gl.constexpr = BLOCKED if y.dtype.element_ty.primitive_bitwidth == 16 else product.type.layout
+    rows = row + more + gl.arange(0, product.shape[1], gl.SliceLayout(0, LAYOUT))[None, :]
     outputs = output + gl.arange(0, SHARE, gl.SliceLayout(1, LAYOUT))[:, None]
-    _store(gl.convert_layout(_result(acc, y), LAYOUT), y, rows, outputs, M, N)
-
-
-@gluon.jit
-def _result(total, y):
-    return (total * 2.0**SHRUNK).to(y.dtype.element_ty)
-
-
-@gluon.jit
-def _store(value, y, rows, outputs, M, N):
-    gl.store(y + rows.to(gl.int64) * N + outputs, value, (rows < M) & (outputs < N))
+    result = gl.convert_layout((product * 2.0**SHRUNK).to(y.dtype.element_ty), LAYOUT)
+    gl.store(y + rows.to(gl.int64) * N + outputs, result, (rows < M) & (outputs < N))

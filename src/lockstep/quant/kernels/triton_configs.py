@@ -27,16 +27,21 @@ class ManyTile:
 class WideTile:
     """How `gluon_four` is compiled: weights are decoded once for both numbers of rows, which are powers of two.
 
-    How many rows a tile has changes how K is cut; the stages change no result.
+    How large a tile is changes how K is cut; the stages change no result.
     """
 
     rows: int
     more_rows: int
     stages: int  # steps of K loaded ahead
+    groups: int  # of warps
 
     @property
     def all_rows(self) -> int:
         return self.rows + self.more_rows
+
+    @property
+    def outputs(self) -> int:
+        return self.groups * 64
 
 
 # Up to so many rows → tile.
@@ -106,13 +111,13 @@ MANY: dict[str, dict[int, ManyTile]] = {
         ANY: ManyTile(128, 128, 5),
     },
 }
-# Above WIDE_ABOVE, up to so many rows → tile.
-WIDE: dict[int, WideTile] = {
-    96: WideTile(64, 32, 6),
-    128: WideTile(128, 0, 5),
-    160: WideTile(128, 32, 4),
-    192: WideTile(128, 64, 3),
-    256: WideTile(128, 0, 5),
+# Above WIDE_ABOVE, up to so many rows → tiles, of which `gluon_four` chooses.
+WIDE: dict[int, tuple[WideTile, ...]] = {
+    96: (WideTile(64, 32, 6, 2), WideTile(64, 32, 5, 3)),
+    128: (WideTile(128, 0, 5, 2), WideTile(128, 0, 4, 3)),
+    160: (WideTile(128, 32, 4, 2), WideTile(128, 32, 4, 3)),
+    192: (WideTile(128, 64, 3, 2), WideTile(128, 64, 3, 3)),
+    256: (WideTile(128, 0, 5, 2), WideTile(128, 0, 4, 3)),
 }
 LIKE = {"fp8_block": "fp8", "w4a8_fp8": "w4a8"}  # tuned together
 
@@ -135,8 +140,8 @@ def many_tile(kind: str, rows: int) -> ManyTile | None:
     return next(tile for most, tile in MANY[kind].items() if rows <= most)
 
 
-def wide_tile(rows: int) -> WideTile | None:
-    """The tile of `gluon_four` for `rows` of one weight; None: they are too few or too many, or it is not a Hopper."""
+def wide_tiles(rows: int) -> tuple[WideTile, ...]:
+    """The tiles of `gluon_four` for `rows` of one weight. None: they are too few or too many, or it is not a Hopper."""
     if not WARP_GROUPS or rows <= WIDE_ABOVE["w4a16"]:
-        return None
-    return next((tile for most, tile in WIDE.items() if rows <= most), None)
+        return ()
+    return next((tiles for most, tiles in WIDE.items() if rows <= most), ())

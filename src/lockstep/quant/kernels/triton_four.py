@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
-from lockstep.quant.kernels.triton_configs import LIBRARY_ABOVE, many_tile, max_chunks, tile_for, wide_tile
+from lockstep.quant.kernels.triton_configs import LIBRARY_ABOVE, many_tile, max_chunks, tile_for, wide_tiles
 from lockstep.quant.kernels.triton_decode import OPERANDS, SHRUNK, TO_BOTH, TO_E4M3, TO_INT8
 from lockstep.quant.kernels.triton_tiles import (
     DEPENDENT,
@@ -44,11 +44,11 @@ def w4a16_matmul(x: Tensor, packed: Tensor, scales: Tensor, dtype: torch.dtype) 
     """
     if len(x) > LIBRARY_ABOVE["w4a16"] and dtype == x.dtype:
         return F.linear(x, dequantize_int4(packed, scales, x.shape[1], dtype))
-    tile = wide_tile(len(x))
-    if tile and x.dtype == torch.bfloat16 and x.shape[1] % GROUP == 0:
+    tiles = wide_tiles(len(x))
+    if tiles and x.dtype == torch.bfloat16 and x.shape[1] % GROUP == 0:
         from lockstep.quant.kernels import gluon_four  # Gluon is experimental: nobody else depends on it
 
-        return gluon_four.w4a16_matmul(x, packed, scales, dtype, tile)
+        return gluon_four.w4a16_matmul(x, packed, scales, dtype, tiles)
     return four_bit(x, None, None, packed, scales, dtype)
 
 
