@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from engine_support import ask, engine_core, finish, prompt
-from lockstep.models.few_rows import LEAST_WEIGHTS, for_capture, linear_function, pays
+from lockstep.models.few_rows import LEAST_WEIGHTS, for_capture, linear_function
 from lockstep.rollout.burst import batch_sizes
 from lockstep.rollout.core import EngineCore
 from lockstep.types import Completion
@@ -90,15 +90,6 @@ def test_linear_layers_use_them_where_few_rows_are_captured() -> None:
                 assert torch.equal(found[0], few_rows.linear(x[0], layer.weight))
     assert linear_function(layer.weight.float()) is F.linear
     assert linear_function(layer.weight[:100]) is F.linear
-
-
-def test_larger_weights_are_the_librarys_with_fewer_rows() -> None:
-    from lockstep.models.kernels import few_rows
-
-    small, large, head = (torch.empty(size, 2**10, device="meta") for size in (2**13, 2**14, 2**18))
-    assert [max(rows for rows in range(300) if pays(rows, w)) for w in (small, large, head)] == [128, 64, 32]
-    assert pays(few_rows.MOST_ROWS, small)
-    assert [rows for rows in (32, 33, 47, 48) if pays(rows, large)] == [32, 48]
 
 
 def small_model(layers: int) -> Qwen3ForCausalLM:

@@ -114,6 +114,16 @@ def test_products_of_few_rows(rows: int, compiled: list[str]) -> None:
     assert compiled == ["_linear"]
 
 
+def test_larger_weights_are_the_librarys_with_fewer_rows() -> None:
+    from lockstep.models.few_rows import pays
+    from lockstep.models.kernels import few_rows
+
+    small, large, head = (torch.empty(size, 2**10, device="meta") for size in (2**13, 2**14, 2**18))
+    assert [max(rows for rows in range(300) if pays(rows, w)) for w in (small, large, head)] == [128, 64, 32]
+    assert pays(few_rows.MOST_ROWS, small)
+    assert [rows for rows in (32, 33, 47, 48) if pays(rows, large)] == [32, 48]
+
+
 @pytest.mark.parametrize("M", [1, 16, 33, 64, 80, 128])
 def test_products_of_few_rows_are_cut_evenly(M: int) -> None:
     """Every step is somebody's, and no tile is in more pieces than there is room for."""

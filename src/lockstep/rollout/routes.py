@@ -11,6 +11,7 @@ from torch import Tensor
 from lockstep.models.routes import Readout, Recording, RouteMemory
 from lockstep.rollout.scheduler import Plan
 from lockstep.rollout.sequence import Sequence
+from lockstep.rollout.transfer import send
 from lockstep.types import Routes
 
 
@@ -44,16 +45,16 @@ class Recorder:
                 end = min(chunk.end, len(kept.versions))
                 rows = [row for row in range(chunk.start, end) if kept.versions[row] == plan.version]
                 places += [first + row - chunk.start for row in rows]
-                known.append(kept.ids[rows])
+                known.append(kept.ids[send(rows, slots.device)])
             first += chunk.end - chunk.start
         if not places:
             return Recording(self.memory, slots)
-        return Recording(self.memory, slots, (torch.tensor(places, device=slots.device), torch.cat(known)))
+        return Recording(self.memory, slots, (send(places, slots.device), torch.cat(known)))
 
     def leaving(self, seq: Sequence) -> None:
         """Its pages are about to be given up: for good if it has a reason to stop, else until it is prefilled again."""
         if seq.stop_reason is None:
-            kept = Kept(self.memory.at(self._slots(seq, 0).to(self.memory.ids.device)), seq.computed_by)
+            kept = Kept(self.memory.at(send(self._slots(seq, 0), self.memory.ids.device)), seq.computed_by)
             self._kept[seq] = kept.then(self._kept[seq]) if seq in self._kept else kept
         else:
             first = seq.request.num_routed
@@ -64,7 +65,7 @@ class Recorder:
         if not self._leaving:
             return
         slots = torch.cat([slots for _, slots, _ in self._leaving])
-        readout, first = self.memory.read(slots.to(self.memory.ids.device)), 0
+        readout, first = self.memory.read(send(slots, self.memory.ids.device)), 0
         for seq, slots, versions in self._leaving:
             self._ended[seq] = (readout, slice(first, first + len(slots)), versions)
             first += len(slots)

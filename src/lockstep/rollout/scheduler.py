@@ -72,6 +72,7 @@ class Scheduler:
     leaving: Callable[[Sequence], None] | None = None  # told of a running sequence before it gives up its pages
     _rows: list[int] = field(default_factory=list)
     _seatings: int = 0
+    _seated_before: int = 0  # the last plan that follows no other
 
     def __post_init__(self) -> None:
         self._rows = list(range(self.max_seqs))
@@ -85,7 +86,7 @@ class Scheduler:
 
     def schedule(self) -> Plan:
         """The next step. Never empty unless idle: the oldest sequence always fits, by the engine's admission check."""
-        preemptions = self.counters.preemptions
+        preemptions, self._seated_before = self.counters.preemptions, self._seatings
         decode = self._schedule_decode()
         prefill = self._continue_prefill(self.max_step_tokens - len(decode))
         if preemptions == self.counters.preemptions:  # who just lost its pages is not let in again at once
@@ -117,18 +118,18 @@ class Scheduler:
         return self._follow_prefill(plan) if plan.prefill else self._follow_burst(plan)
 
     def _follow_prefill(self, plan: Plan) -> Plan | None:
-        """Prompts for which the step had no room. Rows fill up first, then all of them decode together."""
+        """Prompts for which the step had no room. Rows fill up first, once; then all of them decode together."""
         if plan.decode or any(chunk.seq.row < 0 for chunk in plan.prefill):
             return None
-        budget, chunks = self.max_step_tokens, list[Chunk]()
-        for seq, start in [(c.seq, c.end) for c in plan.prefill if not c.samples]:
-            end = min(len(seq.tokens), start + budget)
-            if self._pages_needed(seq, end) > self.pool.num_available:  # never at the cost of who is being computed
-                return None
-            self._grow(seq, end)
-            chunks.append(Chunk(seq, start, end))
-            budget -= end - start
-        chunks += self._admit(budget, plan.prefill)
+        all_seated = self._seatings - self._seated_before >= self.max_seqs
+        if all_seated or self._pages_ahead(self.running, 2) > self.pool.num_available:
+            return None
+        for seq in self.running:  # nobody new gets the pages that they need next
+            self._grow(seq, _end_after(seq, 2))
+        budget = self.max_step_tokens
+        unfinished = [c for c in plan.prefill if not c.samples]  # one at most, who had the last of the step's tokens
+        chunks = [Chunk(c.seq, c.end, min(len(c.seq.tokens), c.end + budget)) for c in unfinished]
+        chunks += self._admit(budget - sum(c.end - c.start for c in chunks), plan.prefill)
         if not chunks:
             return None
         self.counters.steps += 1

@@ -217,6 +217,16 @@ def test_nobody_waits_for_more_prompts_once_answers_go_on() -> None:
     assert shadow.scheduler.follow(plan) is None
 
 
+def test_many_short_requests_do_not_keep_the_oldest_from_going_on() -> None:
+    """Their answers end with the first token, so that rows are always free for further prompts."""
+    shadow = make(step_tokens=16, run_ahead=8)
+    oldest, *others = sequences(([1] * 6, 30), *[([i, 0, 0, 0, 0, 0], 1) for i in range(2, 102)])
+    shadow.scheduler.add([oldest, *others])
+    for _ in range(8):
+        shadow.step()
+    assert len(oldest.logp) > 1
+
+
 @pytest.mark.parametrize("run_ahead", [1, 4])
 def test_a_group_computes_its_prompt_once(run_ahead: int) -> None:
     """Eight answers to a prompt of 21 tokens: five full pages once, and the rest of each on its own."""

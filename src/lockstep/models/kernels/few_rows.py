@@ -42,7 +42,7 @@ LINE = gl.constexpr(64)  # of K: what is copied, and multiplied, at a time
 LINES = gl.constexpr(2)  # of a stage
 OUTPUTS = gl.constexpr(64)  # of a tile
 STAGES = {16: 10, 32: 8, 64: 6, 128: 4}  # for so many rows of a tile: about what shared memory holds
-MOST_ROWS = max(STAGES)  # more, and a library takes less time: every tile reads all rows again
+MOST_ROWS = max(STAGES)
 MOST_PIECES = 4  # of a tile, as a rule
 _LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 
@@ -82,7 +82,7 @@ def cut(M: int, N: int, K: int, processors: int) -> Cut:
         total = steps * row_tiles * cdiv(N, OUTPUTS.value)
         shares = (max(cdiv(total, processors), cdiv(steps, pieces)) for pieces in range(1, MOST_PIECES + 1))
         cuts += [Cut(rows, row_tiles, steps, total, share) for share in shares]
-    return min(cuts, key=lambda cut: cut.cost)
+    return min(cuts, key=lambda one: one.cost)
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
@@ -90,6 +90,8 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
     assert x.shape[1] == weight.shape[1], "copies would fill up the shorter one with zeros"
     assert x.dtype == weight.dtype == torch.bfloat16
     (M, K), N, x = x.shape, len(weight), x.contiguous()
+    assert 0 < M <= MOST_ROWS
+    assert K % 8 == N % 8 == 0, "rows must begin at multiples of 16 bytes"
     work = cut(M, N, K, multiprocessors(x.device))
     y, num_sums = x.new_empty(M, N), work.programs * work.pieces * OUTPUTS.value * work.rows
     sums = torch.empty(num_sums if work.pieces > 1 else 1, dtype=torch.float32, device=x.device)

@@ -1,7 +1,7 @@
 """Counters with which parts of a product, computed by several programs, find out who comes last.
 
-Products that run at the same time must not share them. One thread launches one after the other; but what it captures
-may be run at any time, so a capture brings its own.
+Products that run at the same time must not share them: results would be wrong, or a part would wait for ever. One
+thread launches one after the other; but what it captures may be run at any time, so a capture brings its own.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ into equal shares, one for each program.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 from lockstep.quant.kernels.triton_configs import WideTile
 from lockstep.quant.kernels.triton_tiles import GROUP, cdiv
@@ -24,11 +25,11 @@ class Deal:
     rest: int  # steps of the tiles that remain
     share: int  # of these, of each program
     cut: bool  # some of them have pieces
-    longest: int  # steps of the longest turn
+    longest: int  # steps of the program that has most
 
 
 def deal(tile: WideTile, M: int, N: int, K: int, processors: int) -> Deal:
-    """The longest turn is what counts; where a little longer ones end with a tile, fewer pieces meet."""
+    """The program that has most to do is what counts; where a little more ends with a tile, fewer pieces meet."""
     row_tiles, steps = cdiv(M, tile.all_rows), K // GROUP
     rounds, left = divmod(row_tiles * cdiv(N, tile.outputs), processors)
     shortest = max(cdiv(left * steps, processors), cdiv(steps, MOST_PIECES))
@@ -38,6 +39,7 @@ def deal(tile: WideTile, M: int, N: int, K: int, processors: int) -> Deal:
     return Deal(row_tiles, programs, rounds, left * steps, share, cut, longest)
 
 
+@cache
 def choose(tiles: tuple[WideTile, ...], M: int, N: int, K: int, processors: int) -> tuple[WideTile, Deal]:
     """The first of the tiles, unless a larger one takes no longer and is not cut: it reads rows less often."""
     chosen, work = tiles[0], deal(tiles[0], M, N, K, processors)

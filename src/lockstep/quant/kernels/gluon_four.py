@@ -33,7 +33,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from lockstep.quant.kernels.counters import counters
+from lockstep.quant.kernels.counters import MOST, counters
 from lockstep.quant.kernels.gluon_deal import choose
 from lockstep.quant.kernels.gluon_ring import barriers
 from lockstep.quant.kernels.triton_configs import WideTile
@@ -58,7 +58,9 @@ def w4a16_matmul(x: Tensor, packed: Tensor, scales: Tensor, dtype: torch.dtype, 
     (M, K), N = x.shape, len(packed)
     x, codes = x.contiguous(), packed.contiguous().view(torch.int16)
     y = torch.empty(M, N, dtype=dtype, device=x.device)
-    tile, work = choose(tiles, M, N, K, multiprocessors(x.device))
+    processors = multiprocessors(x.device)
+    tile, work = choose(tiles, M, N, K, processors)
+    assert tile.groups * processors <= MOST, "too few counters for the pieces of so many programs"
     sums = torch.empty(work.cut * work.programs * tile.outputs * tile.all_rows, dtype=torch.float32, device=x.device)
     x_tiles = TensorDescriptor.from_tensor(x, [tile.rows, HALF.value], _ROWS)
     more_tiles = TensorDescriptor.from_tensor(x, [tile.more_rows, HALF.value], _ROWS) if tile.more_rows else None
@@ -212,14 +214,14 @@ def _multiply_tiles(given, SIDE: gl.constexpr, GROUPS: gl.constexpr):
             products, stage, phase = _multiply(ring, stage, phase, count, SIDE, GROUPS)
             row, output = tile % row_tiles * _all_rows(rows), tile // row_tiles * (GROUPS * SHARE) + SIDE * SHARE
             target = (y, row, output, M, N)
-            cut = tile - rounds * gl.num_programs(0)  # its number among the tiles that remain
-            own, counter = sums + SIDE * (_all_rows(rows) * SHARE), counters + cut * GROUPS + SIDE
+            number = tile - rounds * gl.num_programs(0)  # among the tiles that remain
+            own, counter = sums + SIDE * (_all_rows(rows) * SHARE), counters + number * GROUPS + SIDE
             if count == steps:
                 _write(products, target)
             elif first + count < steps:
                 _leave(products, own, counter, GROUPS)
             else:
-                _add_up(products, own, counter, cut * steps // share, target, GROUPS)
+                _add_up(products, own, counter, number * steps // share, target, GROUPS)
 
 
 @gluon.constexpr_function

@@ -141,7 +141,7 @@ def many_tile(kind: str, rows: int) -> ManyTile | None:
 
 
 def wide_tiles(rows: int) -> tuple[WideTile, ...]:
-    """The tiles of `gluon_four` for `rows` of one weight. None: they are too few or too many, or it is not a Hopper."""
+    """The tiles of `gluon_four` for `rows` of one weight; none if they are too few or too many, or it is no Hopper."""
     if not WARP_GROUPS or rows <= WIDE_ABOVE["w4a16"]:
         return ()
     return next((tiles for most, tiles in WIDE.items() if rows <= most), ())

@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from lockstep.quant.kernels.counters import counters
+from lockstep.quant.kernels.counters import MOST, counters
 
 GROUP = 128  # of K: what shares a scale in 4-bit weights and fp8 blocks, and what one step of a kernel's loop covers
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # on a CPU: no inline assembly, no dependent launch
@@ -33,6 +33,7 @@ WARP_GROUPS = not INTERPRETED and (not torch.cuda.is_available() or torch.cuda.g
 DEPENDENT = _HOPPER and not INTERPRETED  # kernels are launched while their inputs are still being made, and wait
 MULTIPROCESSORS = 132  # of an H200
 _FULL = 150  # tiles that keep the device busy: where there are fewer, chunks run side by side
+assert _FULL <= MOST, "each of them is counted"
 _ALIGNED = 2 * GROUP  # chunks start at multiples of it
 _AHEAD = 4 << 20  # bytes of a weight that a launch fetches while it awaits its inputs
 
