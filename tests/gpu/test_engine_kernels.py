@@ -26,15 +26,13 @@ from transformers import (
 from engine_support import ask, engine_core, finish, prompt, rescore, sharpen
 from lockstep.models import kernels
 from lockstep.models.fused import _experts
-from lockstep.models.kv import KVCache, Pages
-from lockstep.models.paged import PagedStep, Segment, Shared, _attend, _attend_fused
 from lockstep.models.tiny import byte_tokenizer
 from lockstep.rollout import burst, burst_state
 from lockstep.rollout.burst import Burst
 from lockstep.rollout.burst_state import State
 from lockstep.rollout.sampler import SamplingBatch, sample
 from lockstep.rollout.scheduler import Plan, Scheduler
-from lockstep.rollout.sharing import Neighbours, as_rows, find_neighbours, pays
+from lockstep.rollout.sharing import pays
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 pytestmark = [
@@ -43,8 +41,7 @@ pytestmark = [
 ]
 DTYPES = [torch.float32, *([torch.bfloat16] if DEVICE.type == "cuda" else [])]
 ERROR = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
-PAGES, PAGE = 40, 16
-CUTS = [(1, "LARGE"), (1, "SMALL"), (3, "LARGE"), (7, "SMALL")]
+PAGE = 16
 COMMON = {
     "vocab_size": 261,
     "hidden_size": 64,
@@ -57,147 +54,6 @@ COMMON = {
     "eos_token_id": 260,
     "pad_token_id": 256,
 }
-
-
-def pages_of(num_seqs: int) -> Tensor:
-    return torch.randperm(PAGES, generator=torch.Generator().manual_seed(0))[: num_seqs * 12].view(num_seqs, 12)
-
-
-def cache_of(heads: int, size: int, dtype: torch.dtype) -> KVCache:
-    config = LlamaConfig(num_hidden_layers=1, num_key_value_heads=heads, head_dim=size)
-    cache = KVCache(config, num_pages=PAGES, page_size=PAGE, dtype=dtype, device=DEVICE)
-    torch.manual_seed(1)
-    slots = torch.arange(PAGES * PAGE, device=DEVICE)
-    kind = torch.float32 if dtype == torch.float8_e4m3fn else dtype
-    key, value = torch.randn(2, len(slots), heads, size, device=DEVICE).to(kind)
-    cache.layer(0).store(slots, key, value)
-    return cache
-
-
-def cut(splits: int, tile: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Decode attention computes keys in so many pieces, by that tile, whatever the batch."""
-    from lockstep.models.kernels import attention
-
-    monkeypatch.setattr(attention, "num_splits", lambda programs, processors: splits)
-    monkeypatch.setattr(attention, "fill", lambda programs, places: 4 - splits % 2)  # what groups have in common
-    monkeypatch.setattr(attention, "choose_tile", lambda *of: getattr(attention, tile))
-
-
-def assert_attends(cache: KVCache, segment: Segment, query: Tensor, window: int | None) -> None:
-    pages = cache.layer(0)
-    step = PagedStep(cache=cache, slots=torch.empty(0), segments=[segment])
-    plain = pages if pages.key_scales is not None else Pages(pages.keys.float(), pages.values.float(), None, None)
-    expected = _attend(query.float(), plain, segment, step.mask(0, window), 0.2)
-    found = _attend_fused(query, pages, segment, 0.2, window)
-    assert (found.float() - expected).abs().max() < ERROR[query.dtype]
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("heads", "group", "size"), [(2, 2, 16), (1, 4, 128), (2, 1, 64), (1, 20, 32)])
-@pytest.mark.parametrize("window", [None, 20])
-@pytest.mark.parametrize(("splits", "tile"), CUTS)
-def test_decode_attention(
-    dtype: torch.dtype, heads: int, group: int, size: int, window: int | None, splits: int, tile: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    cut(splits, tile, monkeypatch)
-    segment = Segment(slice(0, 3), pages_of(3).to(DEVICE), torch.tensor([150, 0, 77], device=DEVICE))
-    query = torch.randn(3, heads * group, size, device=DEVICE).to(dtype)
-    assert_attends(cache_of(heads, size, dtype), segment, query, window)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("heads", "group", "size"), [(2, 2, 16), (1, 4, 128)])
-@pytest.mark.parametrize("window", [None, 20])
-def test_prefill_attention(dtype: torch.dtype, heads: int, group: int, size: int, window: int | None) -> None:
-    start, count = torch.tensor([[60, 0, 77], [30, 100, 5]], device=DEVICE)
-    segment = Segment(slice(0, 135), pages_of(3).to(DEVICE), start, count, longest=100)
-    query = torch.randn(135, heads * group, size, device=DEVICE).to(dtype)
-    assert_attends(cache_of(heads, size, dtype), segment, query, window)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("size", [16, 32, 128])
-def test_attention_to_8_bit_keys_and_values(dtype: torch.dtype, size: int) -> None:
-    cache = cache_of(2, size, torch.float8_e4m3fn)
-    pages, query = pages_of(3).to(DEVICE), torch.randn(135, 4, size, device=DEVICE).to(dtype)
-    start, count = torch.tensor([[60, 0, 77], [30, 100, 5]], device=DEVICE)
-    assert_attends(cache, Segment(slice(0, 135), pages, start, count, longest=100), query, None)
-    assert_attends(cache, Segment(slice(0, 3), pages, start), query[:3], 20)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_key_that_is_nan_is_not_lost_in_8_bits(dtype: torch.dtype) -> None:
-    from lockstep.models.kernels.pointwise import rotate_and_store
-
-    cache, table = cache_of(1, 32, torch.float8_e4m3fn), torch.ones(1, 32, device=DEVICE).to(dtype)
-    qkv = torch.randn(1, 3 * 32, device=DEVICE).to(dtype)
-    qkv[0, 40] = torch.nan
-    slots, pages = torch.tensor([5], device=DEVICE), torch.zeros(1, 1, dtype=torch.int64, device=DEVICE)
-    query = rotate_and_store(qkv, None, 0.0, (table, table), slots, cache.layer(0))
-    assert query.isfinite().all()
-    segment = Segment(slice(0, 1), pages, torch.tensor([5], device=DEVICE))
-    assert _attend_fused(query, cache.layer(0), segment, 0.2, None).isnan().all()
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_many_tokens_are_rotated_as_few_are(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some at a time, of which the last program has fewer."""
-    from lockstep.models.kernels import pointwise
-
-    torch.manual_seed(3)
-    qkv, norms = torch.randn(21, 4 * 2 * 32, device=DEVICE).to(dtype), torch.rand(2, 32, device=DEVICE).to(dtype)
-    angles, slots = torch.rand(21, 32, device=DEVICE), torch.arange(21, device=DEVICE) * 17
-    rotary = angles.cos().to(dtype), angles.sin().to(dtype)
-    one_by_one, some = (cache_of(2, 32, dtype) for _ in range(2))
-    arguments = qkv, (norms[0], norms[1]), 1e-6, rotary, slots
-    expected = pointwise.rotate_and_store(*arguments, one_by_one.layer(0))
-    monkeypatch.setattr(pointwise, "FEW_TOKENS", 4)
-    assert torch.equal(pointwise.rotate_and_store(*arguments, some.layer(0)), expected)
-    assert torch.equal(some.keys, one_by_one.keys)
-    assert torch.equal(some.values, one_by_one.values)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_8_bit_pages_are_written_as_torch_would(dtype: torch.dtype) -> None:
-    from lockstep.models.kernels.pointwise import rotate_and_store
-
-    torch.manual_seed(3)
-    qkv, slots = torch.randn(6, 3 * 2 * 32, device=DEVICE).to(dtype), torch.arange(6, device=DEVICE) * 17
-    qkv[2] = 0
-    straight = (torch.ones(6, 32, device=DEVICE), torch.zeros(6, 32, device=DEVICE))  # no rotation
-    found, expected = (cache_of(2, 32, torch.float8_e4m3fn).layer(0) for _ in range(2))
-    rotate_and_store(qkv, None, 0.0, straight, slots, found)
-    expected.store(slots, *qkv.view(6, 3, 2, 32)[:, 1:].unbind(1))
-    for ours, theirs in zip(found, expected, strict=True):
-        assert ours is not None
-        assert theirs is not None
-        written = (x.flatten(0, 1)[slots].float() for x in (ours, theirs))
-        assert torch.isclose(*written).float().mean() > 0.98  # quotients round a code apart now and then
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("heads", "group", "size"), [(2, 2, 16), (1, 4, 128), (1, 20, 32)])
-@pytest.mark.parametrize(("splits", "tile"), CUTS)
-def test_neighbours_read_what_they_share_once(
-    dtype: torch.dtype, heads: int, group: int, size: int, splits: int, tile: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Groups of 8, 2 and 1; what is only read through the first member's pages is wrong in the others'."""
-    cut(splits, tile, monkeypatch)
-    cache = cache_of(heads, size, dtype)
-    pages = torch.stack([pages_of(3)[min(i // 8, 1)] for i in range(11)]).to(DEVICE)
-    pages[:, 6:] = torch.arange(11, device=DEVICE)[:, None] + torch.arange(6, device=DEVICE)
-    groups = [Neighbours(0, 8, 5), Neighbours(8, 2, 2), Neighbours(10, 1, 0)]
-    assert find_neighbours([[*p[:5], 100 + i] if i < 10 else [7] for i, p in enumerate(pages.tolist())])[0] == groups[0]
-    start = torch.tensor([80 + 9 * i for i in range(10)] + [0], device=DEVICE)
-    query = torch.randn(11, heads * group, size, device=DEVICE).to(dtype)
-    shared = Shared(*torch.tensor(as_rows(groups, 11, PAGE), device=DEVICE))
-    broken = pages.clone()
-    broken[1:8, :5] = 0
-    broken[9, :2] = 0
-    found = _attend_fused(query, cache.layer(0), Segment(slice(0, 11), broken, start, shared=shared), 0.2, None)
-    expected = _attend_fused(query, cache.layer(0), Segment(slice(0, 11), pages, start), 0.2, None)
-    assert (found.float() - expected.float()).abs().max() < ERROR[dtype]
 
 
 def test_bursts_that_share_pages_score_as_in_a_full_forward(monkeypatch: pytest.MonkeyPatch) -> None:
