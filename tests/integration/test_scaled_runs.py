@@ -45,7 +45,9 @@ def test_resumes_bit_for_bit(scaled: Path, tmp_path: Path) -> None:
 def test_the_run_trains_scaled_weights_and_saves_unscaled_ones(scaled: Path) -> None:
     assert max(runs.metrics(scaled, "mismatch/k3").values()) < 1e-6, "sampler and learner hold the same function"
     checkpoint = scaled / "checkpoints/step-000002"
-    saved, (masters, scale) = load_file(checkpoint / "model.safetensors"), read_masters(checkpoint)
+    saved, found = load_file(checkpoint / "model.safetensors"), read_masters(checkpoint)
+    assert found is not None
+    masters, scale = found
     assert scale == {"factor": 1.5, "by": "weights"}
     torch.testing.assert_close(saved[NORM], masters[NORM] / 1.5)
     torch.testing.assert_close(saved[QUERY], masters[QUERY] * 1.5)
@@ -56,7 +58,9 @@ def test_exported_codes_are_the_run_s_and_scales_fit_the_saved_model(scaled: Pat
     done = export(str(checkpoint), tmp_path / "int8", Plugin(package=FORMATS, name="int8_w8a8"))
     assert done.from_masters
     assert done.readers == "vLLM and transformers"
-    tensors, (masters, _) = load_file(tmp_path / "int8/model.safetensors"), read_masters(checkpoint)
+    tensors, found = load_file(tmp_path / "int8/model.safetensors"), read_masters(checkpoint)
+    assert found is not None
+    masters = found.weights
     sampled_with = INT8W8A8().quantize(masters[QUERY])
     assert torch.equal(tensors[QUERY], sampled_with.codes)
     torch.testing.assert_close(tensors[f"{QUERY}_scale"][:, 0], sampled_with.scales * 1.5)

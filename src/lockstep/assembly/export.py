@@ -10,7 +10,7 @@ import torch
 
 from lockstep.assembly.devices import choose_device
 from lockstep.config import ConfigError, Plugin
-from lockstep.learner.checkpoint import read_masters
+from lockstep.learner.checkpoint import FILE, read_masters
 from lockstep.models import loading
 from lockstep.models.export import save_compressed, scheme_of
 from lockstep.models.loading import Loaded, ModelConfig
@@ -52,7 +52,7 @@ def export(checkpoint: str, out: Path, precision: Plugin) -> Exported:
     return Exported(
         num_layers=len(layers),
         num_bytes=sum(file.stat().st_size for file in out.iterdir()),
-        from_masters=bool(read_masters(Path(checkpoint))[0]),
+        from_masters=(Path(checkpoint) / FILE).is_file(),
         readers="vLLM" if has_experts and not scheme.readable_experts else "vLLM and transformers",
     )
 
@@ -62,13 +62,18 @@ def encode_masters(
 ) -> Iterator[tuple[str, Encoded]]:
     """By name, codes of a checkpoint's master weights, or of its weights where it has none: what its run sampled with.
 
-    An update scale is taken out of their scales, as it is out of the checkpoint.
+    An update scale is taken out of their scales, as it is out of the checkpoint. ConfigError if a master is missing,
+    has another shape than the model's weight, or holds NaN or inf.
     """
-    masters, update_scale = read_masters(checkpoint)
-    transformed = update_scale["factor"] != 1 and update_scale["by"] == "weights"
-    scaled = find_scaling(loaded.module).matrices if transformed else ()
-    for layer in layers:
-        weight = masters.get(layer.name, loaded.module.get_parameter(layer.name).detach())
-        encoded = format.quantize(weight.to(loaded.module.device))
-        factor = update_scale["factor"] if layer.name in scaled else 1.0
-        yield layer.name, replace(encoded, scales=encoded.scales * factor)
+    own, masters = dict(loaded.module.named_parameters()), read_masters(checkpoint)
+    weights = own if masters is None else masters.weights
+    factor = 1.0 if masters is None or masters.update_scale["by"] != "weights" else masters.update_scale["factor"]
+    scaled = find_scaling(loaded.module).matrices if factor != 1 else ()
+    for name in (layer.name for layer in layers):
+        if name not in weights or weights[name].shape != own[name].shape:
+            raise ConfigError(f"{checkpoint / FILE} is damaged: its {name} is missing, or not of the model's shape")
+        try:
+            encoded = format.quantize(weights[name].detach().to(loaded.module.device))
+        except ValueError:
+            raise ConfigError(f"cannot quantize {name} of {checkpoint}: it holds NaN or inf") from None
+        yield name, replace(encoded, scales=encoded.scales * (factor if name in scaled else 1.0))

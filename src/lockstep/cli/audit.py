@@ -6,6 +6,7 @@ import asyncio
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
@@ -18,12 +19,17 @@ from lockstep.types import Operator
 
 
 def audit(checkpoint: str, overrides: Sequence[str], *, recipe: str | None, console: Console) -> None:
-    """Builds both sides as training would, publishes once, and compares. Raises AuditFailed on any difference."""
+    """Builds both sides as training would, publishes once, and compares. Raises AuditFailed on any difference.
+
+    A run's as it would go on, from its master weights; with a `recipe`, as a new run would begin with the checkpoint.
+    """
     path, chosen = checkpoint_and_recipe(checkpoint, overrides, recipe, console)
 
     async def run() -> tuple[Mapping[str, Operator], Mapping[str, Operator]]:
         roles = Training(chosen, load_model(chosen, path), Recorders([]))
         try:
+            if recipe is None:
+                await roles.learner.load(Path(path))
             await roles.learner.publish(1)
             await roles.engine.update_weights(1)
             learner = await roles.learner.operators()

@@ -116,7 +116,8 @@ def _run(root: Path, tables: dict[str, Any], overrides: Sequence[str]) -> RunFol
 def _measure(name: str, run: RunFolder, matrices: Matrices, format: Format) -> Arm:
     rows = list(run.read_metrics())
     rewards = [row["reward/mean"] for row in rows if "reward/mean" in row]
-    versions = [read_masters(folder)[0] for folder in sorted(run.checkpoints.glob("step-*"))]
+    masters = (read_masters(folder) for folder in sorted(run.checkpoints.glob("step-*")))
+    versions = [found.weights for found in masters if found is not None]
     return Arm(
         name=name,
         scaled=mean(_changed(a, b, matrices.scaled, format) for a, b in pairwise(versions)),

@@ -9,17 +9,18 @@ from pathlib import Path
 from rich.console import Console
 
 from lockstep.assembly.export import export
-from lockstep.cli.inference import checkpoint_and_recipe, is_run, resolve_checkpoint
+from lockstep.cli.inference import resolve_checkpoint
 from lockstep.cli.options import bytes_text
 from lockstep.config import ConfigError, Plugin, choices
 from lockstep.config.layers import parse_value
 from lockstep.config.plugins import Chooser
+from lockstep.learner.checkpoint import sampled_in
 from lockstep.quant import FORMATS
 
 
 def export_checkpoint(checkpoint: str, out: Path, precision: str | None, console: Console) -> None:
     path = resolve_checkpoint(checkpoint)
-    format = parse_format(precision) if precision else _sampled_in(checkpoint, console)
+    format = parse_format(precision) if precision else _sampled_in(path)
     done = export(path, out, format)
     source = "master weights" if done.from_masters else "weights"
     console.print(
@@ -33,6 +34,9 @@ def export_checkpoint(checkpoint: str, out: Path, precision: str | None, console
 def parse_format(text: str) -> Plugin:
     """`fp8_w8a8`, or with options `fp8_w8a8:block=true`; checked as a recipe's would be."""
     name, *settings = re.split(r":(?=\w+=)", text)  # a class of one's own has a colon in its name
+    known, _, option = name.partition(":")
+    if option and known in choices(FORMATS):
+        raise ConfigError(f"{text}: the option {option!r} has no value, such as {option}=true")
     options = {key: parse_value(value) for key, _, value in (setting.partition("=") for setting in settings)}
     chosen = Chooser(FORMATS)({"name": name, **options})
     assert isinstance(chosen, Plugin)
@@ -44,10 +48,14 @@ def _in_words(format: Plugin) -> str:
     return f"{format.name} ({options})" if options else format.name
 
 
-def _sampled_in(checkpoint: str, console: Console) -> Plugin:
-    found = checkpoint_and_recipe(checkpoint, (), None, console)[1] if is_run(checkpoint) else None
-    precision = found.rollout.precision if found else None
+def _sampled_in(checkpoint: str) -> Plugin:
+    choose = f"choose a --precision out of {', '.join(choices(FORMATS))}"
+    try:
+        precision = sampled_in(Path(checkpoint))
+    except FileNotFoundError:
+        raise ConfigError(f"{checkpoint} does not tell in which precision it was sampled from: {choose}") from None
     if precision is None:
-        formats = ", ".join(choices(FORMATS))
-        raise ConfigError(f"{checkpoint} was not sampled from in low bits: choose a --precision out of {formats}")
-    return precision
+        raise ConfigError(f"{checkpoint} was not sampled from in low bits: {choose}")
+    format = Chooser(FORMATS)(precision)
+    assert isinstance(format, Plugin)
+    return format

@@ -20,7 +20,9 @@ from lockstep.config import ConfigError, load, resolve
 from lockstep.config.loading import validate
 from lockstep.controller.checkpoints import read_progress
 from lockstep.data.chat import render_prompt, response_text
+from lockstep.learner.checkpoint import sampled_in
 from lockstep.models.loading import read_config
+from lockstep.quant.ladder import HIGH
 from lockstep.report.run_folder import RunFolder
 from lockstep.types import Message, Request, Sample, Trajectory
 
@@ -106,7 +108,8 @@ def checkpoint_and_recipe(
 ) -> tuple[str, Recipe]:
     """Of a run, as it sampled at that checkpoint, or of a checkpoint with the recipe it is to be used with.
 
-    Tells which checkpoint of the run it is where the governor had changed something by then.
+    Tells which checkpoint of the run it is where the governor had changed something by then, or where a resume has
+    changed the precision since.
     """
     path = resolve_checkpoint(checkpoint)
     if recipe is not None:
@@ -119,6 +122,9 @@ def checkpoint_and_recipe(
     if changed := held(begun, progress):
         console.print(Text(f"{Path(path).name}, {changed}", style="dim"), soft_wrap=True)
     tables = as_governed(begun, progress).model_dump(mode="json")
+    if (precision := sampled_in(Path(path))) != tables["rollout"]["precision"]:
+        console.print(Text(f"{Path(path).name}, sampled from in {precision or HIGH}", style="dim"), soft_wrap=True)
+        tables["rollout"]["precision"] = precision
     return path, resolve(Recipe, tables, overrides, str(folder.config))[0]
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from lockstep.learner.ranks import Ranks
 from lockstep.learner.updates import Updater
 
 FILE = "learner.pt"
+PARTS = frozenset({"masters", "optimiser", "update", "update_scale", "sampled_in", "first_load"})
 SHOWN = 3  # differences named when a state does not fit
 
 
@@ -37,8 +39,16 @@ def _write(path: Path, state: Any) -> None:
         raise OSError(cause.errno, cause.strerror, str(path)) from error
 
 
+class Masters(NamedTuple):
+    """The float32 weights of a checkpoint, by name, and their update scale."""
+
+    weights: dict[str, Tensor]
+    update_scale: dict[str, Any]
+
+
 def load_state(folder: Path, updater: Updater) -> None:
-    """Bit for bit what was saved; ConfigError, and nothing loaded, if it does not fit."""
+    """Bit for bit what was saved; ConfigError, and nothing loaded, if it does not fit or is damaged."""
+    _check(folder / FILE)
     state = _read(folder / FILE, updater.ranks.device)
     if wrong := updater.misfits(state):
         more = f"; and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
@@ -54,22 +64,48 @@ def load_state(folder: Path, updater: Updater) -> None:
     updater.load_state_dict(state)
 
 
-def read_masters(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The float32 weights of a checkpoint and their update scale, on the CPU and only read from disk when used.
+def read_masters(folder: Path) -> Masters | None:
+    """On the CPU, and only kept in memory when used; None if the checkpoint has no learner's state."""
+    if not (folder / FILE).is_file():
+        return None
+    _check(folder / FILE)
+    state = _read(folder / FILE, torch.device("cpu"), mmap=True)
+    return Masters(state["masters"]["weights"], state["update_scale"])
 
-    Without a learner's state there are none, and no scale.
+
+def sampled_in(folder: Path) -> str | dict[str, Any] | None:
+    """The precision that a checkpoint was sampled from in, as a recipe would say it; None: high. Reads no weights.
+
+    FileNotFoundError if it has no learner's state, which alone knows.
     """
     if not (folder / FILE).is_file():
-        return {}, {"factor": 1.0, "by": "weights"}
-    state = _read(folder / FILE, torch.device("cpu"), mmap=True)
-    return state["masters"]["weights"], state["update_scale"]
+        raise FileNotFoundError(folder / FILE)
+    return _read(folder / FILE, torch.device("cpu"), mmap=True)["sampled_in"]
+
+
+def _check(path: Path) -> None:
+    """Holds every byte against the file's checksums."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            broken = archive.testzip()
+    except (OSError, zipfile.BadZipFile) as error:
+        raise _damaged(path) from error
+    if broken is not None:
+        raise _damaged(path)
 
 
 def _read(path: Path, device: torch.device, *, mmap: bool = False) -> dict[str, Any]:
     try:
-        return torch.load(path, map_location=device, weights_only=True, mmap=mmap)
+        state = torch.load(path, map_location=device, weights_only=True, mmap=mmap)
     except Exception as error:  # a damaged file surfaces as almost anything
-        raise ConfigError(f"{path} is damaged; remove that checkpoint to go on from the one before") from error
+        raise _damaged(path) from error
+    if not isinstance(state, dict) or not state.keys() >= PARTS:
+        raise _damaged(path)
+    return state
+
+
+def _damaged(path: Path) -> ConfigError:
+    return ConfigError(f"{path} is damaged; remove that checkpoint to go on from the one before")
 
 
 def map_tensors(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:

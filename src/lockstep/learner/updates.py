@@ -170,6 +170,7 @@ class Updater:
             "optimiser": {"name": self.config.optimiser.name, "state": self.optimiser.state_dict()["state"]},
             "update": self.update,
             "update_scale": self.update_scale.state,
+            "sampled_in": self.low_bit.precision.model_dump() if self.low_bit is not None else None,
             "first_load": self.first_load,
         }
 

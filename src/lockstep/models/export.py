@@ -9,6 +9,7 @@ transformers' own conversion.
 from __future__ import annotations
 
 import copy
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,8 @@ def scheme_of(format: Format) -> Scheme:
 def save_compressed(folder: Path, loaded: Loaded, format: Format, encoded: Mapping[str, Encoded]) -> None:
     """Writes `encoded` in place of the weights it names, all other weights as they are, config and tokenizer.
 
-    ConfigError if compressed-tensors cannot hold the format, or a weight in it; OSError with the folder on a full disk.
+    Aside, and then renamed: a folder that exists is whole. ConfigError if compressed-tensors cannot hold the format, or
+    a weight in it; OSError with the folder on a full disk.
     """
     scheme = scheme_of(format)
     _refuse_ragged(scheme, encoded)
@@ -47,13 +49,21 @@ def save_compressed(folder: Path, loaded: Loaded, format: Format, encoded: Mappi
     config = copy.deepcopy(loaded.shell.config)
     config.architectures, config.dtype = [type(loaded.shell).__name__], loaded.module.dtype
     config.quantization_config = _describe(scheme, _left_alone(loaded.module, kept, encoded))
-    with system_errors(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        config.save_pretrained(folder)
-        if loaded.shell.generation_config is not None:
-            loaded.shell.generation_config.save_pretrained(folder)
-        loaded.tokenizer.save_pretrained(folder)
-        save_torch_state_dict(kept | dict(_tensors(loaded.shell, scheme, encoded)), folder, metadata={"format": "pt"})
+    aside = folder.with_name(f".aside-{folder.name}")
+    shutil.rmtree(aside, ignore_errors=True)  # of one that was killed
+    try:
+        with system_errors(folder):
+            aside.mkdir(parents=True)
+            config.save_pretrained(aside)
+            if loaded.shell.generation_config is not None:
+                loaded.shell.generation_config.save_pretrained(aside)
+            loaded.tokenizer.save_pretrained(aside)
+            tensors = kept | dict(_tensors(loaded.shell, scheme, encoded))
+            save_torch_state_dict(tensors, aside, metadata={"format": "pt"})
+            aside.rename(folder)
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
 
 
 def _refuse_ragged(scheme: Scheme, encoded: Mapping[str, Encoded]) -> None:

@@ -36,6 +36,7 @@ class LowBitWeights:
 
         With several updates per version the last published codes are kept too, to count those that changed.
         """
+        self.precision = precision
         self.format: Format = precision.build()
         self.layers = low_bit_layers(module, precision)
         weights = dict(module.named_parameters())
