@@ -65,7 +65,7 @@ def listing(engine: Mapping[str, Operator], learner: Mapping[str, Operator]) -> 
 def _heading(sampler: str, learner: str, same_bytes: bool) -> Text:
     alike = sampler == learner
     runs = f"{sampler} on both sides" if alike else f"{sampler} in the sampler, {learner} in the learner"
-    published = "same bytes" if same_bytes else "published bytes differ"
+    published = "same bytes sent" if same_bytes else "bytes sent differ"
     return Text(f"{runs}; {published}", style="bold" if alike and same_bytes else "bold red")
 
 

@@ -64,8 +64,8 @@ def compare(shape: str, layers: int | None, precisions: Sequence[str], out: Path
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     syncs = []
     for precision in precisions or every:
-        with console.status(f"{precision} …"):
-            syncs.append(asyncio.run(_measure(SHAPES[shape].cut(layers), precision, device)))
+        console.print(f"{precision} …", highlight=False)  # a line, not a spinner: on a CPU each takes minutes
+        syncs.append(asyncio.run(_measure(SHAPES[shape].cut(layers), precision, device)))
         gc.collect()
         torch.cuda.empty_cache()
     text = f"{shape}{f', {layers} layers' if layers else ''}, {device_name()}\n\n{table(syncs)}"

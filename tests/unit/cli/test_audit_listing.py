@@ -16,13 +16,13 @@ def test_weights_are_listed_under_what_runs_them_and_differences_stand_apart() -
     engine = learner | {MLP.format(3): STALE, NORM.format(4): LOW_BIT}
     lines = list(listing(engine, learner))
     assert [line.plain for line in lines] == [
-        "float32 on both sides; same bytes",
+        "float32 on both sides; same bytes sent",
         "  model.layers.*.post_attention_layernorm.weight  ×27",
-        "w4a8, cpu.w4a8_matmul in the sampler, float32 in the learner; same bytes",
+        "w4a8, cpu.w4a8_matmul in the sampler, float32 in the learner; same bytes sent",
         "  model.layers.*.post_attention_layernorm.weight  ×1",
-        "w4a8, cpu.w4a8_matmul on both sides; same bytes",
+        "w4a8, cpu.w4a8_matmul on both sides; same bytes sent",
         "  model.layers.*.mlp.up_proj.weight  ×27",
-        "w4a8, cpu.w4a8_matmul on both sides; published bytes differ",
+        "w4a8, cpu.w4a8_matmul on both sides; bytes sent differ",
         "  model.layers.*.mlp.up_proj.weight  ×1",
     ]
     assert [line.style for line in lines if "sides" in line.plain or "sampler" in line.plain] == [

@@ -56,7 +56,8 @@ def _triton_half(shape: Sequence[int], dtype: torch.dtype) -> bool:
     return _triton(shape, dtype) and dtype in (torch.bfloat16, torch.float16)
 
 
-# The first candidate whose condition holds runs; the reference where none does. No condition sees the number of rows.
+# The first candidate whose condition holds runs; the reference where none does. No condition sees the number of rows:
+# where it matters, a candidate itself sees to it that they change no result, or says by how much they do.
 CANDIDATES: Mapping[str, Mapping[str, Sequence[tuple[str, Condition]]]] = {
     "cpu": {
         "int8_matmul": [("cpu.int8_matmul_integer", _int8_dot), ("cpu.int8_matmul_float", _always)],
