@@ -10,18 +10,12 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig
 
-from lockstep.models import kernels
+from kernel_support import DEVICE, DTYPES, ERROR, MARKS
 from lockstep.models.kv import KVCache, Pages
 from lockstep.models.paged import PagedStep, Segment, Shared, _attend, _attend_fused
 from lockstep.rollout.sharing import Neighbours, as_rows, find_neighbours
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not kernels.available(DEVICE), reason="needs a CUDA device, or triton's interpreter"),
-]
-DTYPES = [torch.float32, *([torch.bfloat16] if DEVICE.type == "cuda" else [])]
-ERROR = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+pytestmark = MARKS
 PAGES, PAGE = 40, 16
 CUTS = [(1, "LARGE"), (1, "SMALL"), (3, "LARGE"), (7, "SMALL")]
 

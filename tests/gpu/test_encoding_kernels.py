@@ -17,8 +17,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from engine_support import sharpen
+from kernel_support import DEVICE, DTYPES, MARKS
 from lockstep.config import Plugin
-from lockstep.models import fused, kernels
+from lockstep.models import fused
 from lockstep.models.engine_view import engine_view
 from lockstep.models.kv import KVCache
 from lockstep.models.lowbit import LowBitWeights
@@ -32,13 +33,8 @@ from lockstep.quant.inputs import EncodedInput, InputCode
 from lockstep.quant.kernels import load
 from quant_support import build
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not kernels.available(DEVICE), reason="needs a CUDA device, or triton's interpreter"),
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # the interpreter's numpy, of exp, NaN and empty rows
-]
-DTYPES = [torch.float32, *([torch.bfloat16] if DEVICE.type == "cuda" else [])]
+# the warnings are of the interpreter's numpy: exp, NaN and empty rows
+pytestmark = [*MARKS, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 CODES = [InputCode("int8"), InputCode("fp8"), InputCode("fp8", grouped=True)]
 SHAPES = [(1, 1, 4096), (1, 4, 300), (2, 2, 96), (1, 3, 1100), (2, 4100), (0, 64)]
 SHAPES += [(700, 4096), (1, 65, 12288), (33, 5120)] if DEVICE.type == "cuda" else []

@@ -24,7 +24,7 @@ from transformers import (
 )
 
 from engine_support import ask, engine_core, finish, prompt, rescore, sharpen
-from lockstep.models import kernels
+from kernel_support import DEVICE, DTYPES, ERROR, MARKS
 from lockstep.models.fused import _experts
 from lockstep.models.tiny import byte_tokenizer
 from lockstep.rollout import burst, burst_state
@@ -34,13 +34,7 @@ from lockstep.rollout.sampler import SamplingBatch, sample
 from lockstep.rollout.scheduler import Plan, Scheduler
 from lockstep.rollout.sharing import pays
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not kernels.available(DEVICE), reason="needs a CUDA device, or triton's interpreter"),
-]
-DTYPES = [torch.float32, *([torch.bfloat16] if DEVICE.type == "cuda" else [])]
-ERROR = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+pytestmark = MARKS
 PAGE = 16
 COMMON = {
     "vocab_size": 261,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 from lockstep.assembly.estimate import estimate
 from lockstep.assembly.recipe import Recipe
 from lockstep.assembly.run import train
-from lockstep.cli import BAD_INPUT, FAILED, main
+from lockstep.cli import BAD_INPUT, FAILED
 from lockstep.config import load
 from lockstep.learner.checkpoint import read_masters
 from lockstep.models import lowbit
@@ -36,22 +35,6 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("low-bit")
     train(recipe(folder), folder / "run", plain=True)
     return folder / "run"
-
-
-@pytest.fixture
-def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]):
-    """Runs the command in this process; gives its exit code, its output and the lines of its complaint."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "200")
-
-    def run(*arguments: str) -> tuple[int, str, list[str]]:
-        monkeypatch.setattr(sys, "argv", ["lockstep", *arguments])
-        with pytest.raises(SystemExit) as exit_:
-            main()
-        said = capfd.readouterr()
-        return int(exit_.value.code or 0), said.out, [x for x in said.err.splitlines() if x.startswith("error: ")]
-
-    return run
 
 
 def test_the_gap_stays_closed_and_codes_change(finished: Path) -> None:

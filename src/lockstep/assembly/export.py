@@ -74,6 +74,6 @@ def encode_masters(
             raise ConfigError(f"{checkpoint / FILE} is damaged: its {name} is missing, or not of the model's shape")
         try:
             encoded = format.quantize(weights[name].detach().to(loaded.module.device))
-        except ValueError:
-            raise ConfigError(f"cannot quantize {name} of {checkpoint}: it holds NaN or inf") from None
+        except ValueError as error:
+            raise ConfigError(f"{name} of {checkpoint}: {error}") from error
         yield name, replace(encoded, scales=encoded.scales * (factor if name in scaled else 1.0))

@@ -116,8 +116,7 @@ def _run(root: Path, tables: dict[str, Any], overrides: Sequence[str]) -> RunFol
 def _measure(name: str, run: RunFolder, matrices: Matrices, format: Format) -> Arm:
     rows = list(run.read_metrics())
     rewards = [row["reward/mean"] for row in rows if "reward/mean" in row]
-    masters = (read_masters(folder) for folder in sorted(run.checkpoints.glob("step-*")))
-    versions = [found.weights for found in masters if found is not None]
+    versions = [_masters(folder) for folder in sorted(run.checkpoints.glob("step-*"))]
     return Arm(
         name=name,
         scaled=mean(_changed(a, b, matrices.scaled, format) for a, b in pairwise(versions)),
@@ -126,6 +125,12 @@ def _measure(name: str, run: RunFolder, matrices: Matrices, format: Format) -> A
         accuracy=[row["eval/accuracy"] for row in rows if "eval/accuracy" in row][-1],
         last={name: weight.clone() for name, weight in versions[-1].items()},
     )
+
+
+def _masters(checkpoint: Path) -> Weights:
+    found = read_masters(checkpoint)
+    assert found is not None, "a run's checkpoints have them"
+    return found.weights
 
 
 def _changed(a: Weights, b: Weights, names: Sequence[str], format: Format) -> float:

@@ -88,7 +88,7 @@ def _check(path: Path) -> None:
     try:
         with zipfile.ZipFile(path) as archive:
             broken = archive.testzip()
-    except (OSError, zipfile.BadZipFile) as error:
+    except Exception as error:  # as below
         raise _damaged(path) from error
     if broken is not None:
         raise _damaged(path)

@@ -25,7 +25,7 @@ ROWS = range(8, 129)
 LEAST_WEIGHTS = 2**20
 
 # Rows, and how many weights at most, of products with which an H200 takes less time for the blocks of a model if they
-# are our kernel's. (33 rows of many weights take longer than 64: copies that reach far beyond the last row are slow.)
+# are our kernel's. (With many weights it takes longer for 33 rows than for 64; why is not known.)
 FEW_ROWS = ((range(1, 33), 2**63), (range(33, 129), 2**23), (range(48, 65), 2**27))
 
 Linear = Callable[..., Tensor]  # of (input, weight, bias)
