@@ -17,7 +17,8 @@ from lockstep.rollout.sharing import Neighbours, as_rows, find_neighbours
 
 pytestmark = MARKS
 PAGES, PAGE = 40, 16
-CUTS = [(1, "LARGE"), (1, "SMALL"), (3, "LARGE"), (7, "SMALL")]
+CUTS = [(1, "LARGE"), (1, "SMALL"), (3, "MANY"), (7, "SMALL")]
+E4M3 = torch.float8_e4m3fn
 
 
 def pages_of(num_seqs: int) -> Tensor:
@@ -29,7 +30,7 @@ def cache_of(heads: int, size: int, dtype: torch.dtype) -> KVCache:
     cache = KVCache(config, num_pages=PAGES, page_size=PAGE, dtype=dtype, device=DEVICE)
     torch.manual_seed(1)
     slots = torch.arange(PAGES * PAGE, device=DEVICE)
-    kind = torch.float32 if dtype == torch.float8_e4m3fn else dtype
+    kind = torch.float32 if dtype == E4M3 else dtype
     key, value = torch.randn(2, len(slots), heads, size, device=DEVICE).to(kind)
     cache.layer(0).store(slots, key, value)
     return cache
@@ -79,8 +80,12 @@ def test_prefill_attention(dtype: torch.dtype, heads: int, group: int, size: int
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [16, 32, 128])
-def test_attention_to_8_bit_keys_and_values(dtype: torch.dtype, size: int) -> None:
-    cache = cache_of(2, size, torch.float8_e4m3fn)
+@pytest.mark.parametrize(("splits", "tile"), CUTS)
+def test_attention_to_8_bit_keys_and_values(
+    dtype: torch.dtype, size: int, splits: int, tile: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cut(splits, tile, monkeypatch)
+    cache = cache_of(2, size, E4M3)
     pages, query = pages_of(3).to(DEVICE), torch.randn(135, 4, size, device=DEVICE).to(dtype)
     start, count = torch.tensor([[60, 0, 77], [30, 100, 5]], device=DEVICE)
     assert_attends(cache, Segment(slice(0, 135), pages, start, count, longest=100), query, None)
@@ -91,7 +96,7 @@ def test_attention_to_8_bit_keys_and_values(dtype: torch.dtype, size: int) -> No
 def test_a_key_that_is_nan_is_not_lost_in_8_bits(dtype: torch.dtype) -> None:
     from lockstep.models.kernels.pointwise import rotate_and_store
 
-    cache, table = cache_of(1, 32, torch.float8_e4m3fn), torch.ones(1, 32, device=DEVICE).to(dtype)
+    cache, table = cache_of(1, 32, E4M3), torch.ones(1, 32, device=DEVICE).to(dtype)
     qkv = torch.randn(1, 3 * 32, device=DEVICE).to(dtype)
     qkv[0, 40] = torch.nan
     slots, pages = torch.tensor([5], device=DEVICE), torch.zeros(1, 1, dtype=torch.int64, device=DEVICE)
@@ -127,25 +132,28 @@ def test_8_bit_pages_are_written_as_torch_would(dtype: torch.dtype) -> None:
     qkv, slots = torch.randn(6, 3 * 2 * 32, device=DEVICE).to(dtype), torch.arange(6, device=DEVICE) * 17
     qkv[2] = 0
     straight = (torch.ones(6, 32, device=DEVICE), torch.zeros(6, 32, device=DEVICE))  # no rotation
-    found, expected = (cache_of(2, 32, torch.float8_e4m3fn).layer(0) for _ in range(2))
+    found, expected = (cache_of(2, 32, E4M3).layer(0) for _ in range(2))
     rotate_and_store(qkv, None, 0.0, straight, slots, found)
     expected.store(slots, *qkv.view(6, 3, 2, 32)[:, 1:].unbind(1))
     for ours, theirs in zip(found, expected, strict=True):
         assert ours is not None
         assert theirs is not None
-        written = (x.flatten(0, 1)[slots].float() for x in (ours, theirs))
+        by_token = (x.float() if x.dim() == 4 else x.mT for x in (ours, theirs))
+        written = (x.flatten(0, 1)[slots] for x in by_token)
         assert torch.isclose(*written).float().mean() > 0.98  # quotients round a code apart now and then
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("heads", "group", "size"), [(2, 2, 16), (1, 4, 128), (1, 20, 32)])
 @pytest.mark.parametrize(("splits", "tile"), CUTS)
+@pytest.mark.parametrize("eight_bits", [False, True])
 def test_neighbours_read_what_they_share_once(
-    dtype: torch.dtype, heads: int, group: int, size: int, splits: int, tile: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    dtype: torch.dtype, heads: int, group: int, size: int, splits: int, tile: str, eight_bits: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     """Groups of 8, 2 and 1; what is only read through the first member's pages is wrong in the others'."""
     cut(splits, tile, monkeypatch)
-    cache = cache_of(heads, size, dtype)
+    cache = cache_of(heads, size, E4M3 if eight_bits else dtype)
     pages = torch.stack([pages_of(3)[min(i // 8, 1)] for i in range(11)]).to(DEVICE)
     pages[:, 6:] = torch.arange(11, device=DEVICE)[:, None] + torch.arange(6, device=DEVICE)
     groups = [Neighbours(0, 8, 5), Neighbours(8, 2, 2), Neighbours(10, 1, 0)]

@@ -62,7 +62,7 @@ def pages(dtype: torch.dtype) -> Any:
     from lockstep.models.kv import Pages
 
     shape = (4, PAGE, HEADS, SIZE)
-    scales = (torch.ones(4, PAGE, HEADS),) * 2 if dtype == E4M3 else (None, None)
+    scales = (torch.ones(4, HEADS, PAGE),) * 2 if dtype == E4M3 else (None, None)
     return Pages(torch.zeros(shape).to(dtype), torch.zeros(shape).to(dtype), *scales)
 
 
@@ -71,7 +71,7 @@ def numbers(*shape: int) -> Tensor:
 
 
 @pytest.mark.parametrize("cache", [BF16, E4M3])
-@pytest.mark.parametrize(("splits", "tile"), [(1, "LARGE"), (1, "SMALL"), (4, "LARGE"), (4, "SMALL")])
+@pytest.mark.parametrize(("splits", "tile"), [(1, "LARGE"), (1, "SMALL"), (4, "LARGE"), (4, "SMALL"), (4, "MANY")])
 @pytest.mark.parametrize("shared", [False, True])
 def test_decode_attention(
     cache: torch.dtype, splits: int, tile: str, shared: bool, monkeypatch: pytest.MonkeyPatch, compiled: list[str]
@@ -86,12 +86,13 @@ def test_decode_attention(
     assert compiled == ["_decode"] + ["_combine"] * (splits > 1 or shared)
 
 
-def test_small_tiles_hold_small_sums() -> None:
-    """Two warps have no registers for 8 members of 16 queries each."""
-    from lockstep.models.kernels import attention
+def test_two_warps_hold_few_sums() -> None:
+    """They have no registers for those of 8 members with 8 queries each."""
+    from lockstep.models.kernels.attention import LARGE, MANY, SMALL, choose_tile
 
-    assert attention.choose_tile(256, 132, 4, 128) == attention.choose_tile(256, 132, 8 * 8, 128) == attention.SMALL
-    assert attention.choose_tile(256, 132, 8 * 16, 128) == attention.LARGE
+    assert choose_tile(256, 132, 4, 128) == choose_tile(256, 132, 8 * 4, 128) == SMALL
+    assert choose_tile(2048, 132, 4, 128) == choose_tile(2048, 132, 8 * 2, 128) == LARGE
+    assert choose_tile(256, 132, 8 * 8, 128) == choose_tile(2048, 132, 8 * 4, 128) == MANY
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,8 @@ LARGEST_E4M3 = 448.0
 
 
 class Pages(NamedTuple):
-    """Keys and values of one layer, [P, S, H, D]; 8-bit ones have a scale for each head of each token, [P, S, H]."""
+    """Keys and values of one layer, [P, S, H, D]; 8-bit ones have a scale for each head of each token, [P, H, S]: who
+    reads a head of a page reads its scales at once."""
 
     keys: Tensor
     values: Tensor
@@ -29,7 +30,7 @@ class Pages(NamedTuple):
         for memory, scales, vectors in zip(self[:2], self[2:], (key_NHD, value_NHD), strict=True):
             if scales is not None:
                 vectors, scale = _encode(vectors)
-                scales.flatten(0, 1).index_copy_(0, slots_N, scale)
+                scales.mT[slots_N // scales.shape[2], slots_N % scales.shape[2]] = scale
                 memory, vectors = memory.view(torch.uint8), vectors.view(torch.uint8)
             memory.flatten(0, 1).index_copy_(0, slots_N, vectors)
 
@@ -52,7 +53,7 @@ def _gather(memory: Tensor, scales: Tensor | None, pages: Tensor, dtype: torch.d
     if scales is None:
         return memory.flatten(1).index_select(0, pages.flatten()).view(shape)
     codes = memory.flatten(1).view(torch.uint8).index_select(0, pages.flatten()).view(memory.dtype).view(shape)
-    scale = scales.flatten(1).index_select(0, pages.flatten()).view(codes.shape[:-1])
+    scale = scales.index_select(0, pages.flatten()).mT.reshape(codes.shape[:-1])
     return (codes.float() * scale[..., None]).to(dtype)
 
 
@@ -78,7 +79,8 @@ class KVCache:
         zeros = partial(torch.zeros, device=device) if memory is None else memory.zeros
         self.keys = zeros(*shape, key_size, dtype=dtype)
         self.values = zeros(*shape, value_size, dtype=dtype)
-        self.scales = zeros(2, *shape, dtype=torch.float32) if dtype == torch.float8_e4m3fn else None
+        by_head = (text.num_hidden_layers, num_pages, heads, page_size)
+        self.scales = zeros(2, *by_head, dtype=torch.float32) if dtype == torch.float8_e4m3fn else None
         self._layers = [self._pages(number) for number in range(text.num_hidden_layers)]
 
     def layer(self, number: int) -> Pages:

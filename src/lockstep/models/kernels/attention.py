@@ -4,7 +4,9 @@ What `paged.attend` computes in torch, without gathering pages: keys and values 
 key/value head for all of its G queries. Scores, softmax and sums are float32; the weights of the values are rounded to
 the queries' type before the product, as flash attention does.
 
-8-bit keys and values are turned into the queries' type as they are read; their scales multiply scores and weights.
+8-bit keys and values are turned into the queries' type as they are read; their scales multiply scores and weights. For
+bfloat16 a head is computed in two halves, its even and its odd values: a pair of bytes is fetched like one number of 16
+bits, straight into the registers that multiply, and is decoded there.
 
 Shapes: B sequences, N tokens, H key/value heads, G queries per key/value head, D head size, P pages, S page size.
 """
@@ -27,7 +29,7 @@ from lockstep.quant.kernels.triton_tiles import DEPENDENT, await_inputs, let_nex
 
 LOG2E = 1.4426950408889634
 MOST_SPLITS = 32
-IN_PAIRS = tl.constexpr(DEPENDENT)  # 8 bits are decoded by assembly that there is from Hopper on
+PAIRS_DECODED = DEPENDENT  # by assembly that there is from Hopper on
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +41,8 @@ class Tile:
     stages: int  # Triton's num_stages, of which looking up pages takes half
 
 
-LARGE, SMALL = Tile(64, 4, 2), Tile(32, 2, 4)  # found on an H200
-SMALL_SUMS = 64 * 128  # values that two warps have registers for
+SMALL, LARGE, MANY = Tile(32, 2, 4), Tile(64, 2, 2), Tile(64, 4, 2)  # found on an H200
+SMALL_SUMS, LARGE_SUMS = 32 * 128, 16 * 128  # values of the queries of a program, at most: warps have so many registers
 SPARSE, AT_ONCE, DENSE = 4, 6, 15  # programs for each multiprocessor; it runs six of SMALL at the same time
 PREFILLED = 64  # queries of a program that prefills
 
@@ -79,8 +81,11 @@ def decode(
 
 
 def choose_tile(programs: int, processors: int, queries: int, size: int) -> Tile:
-    """Small ones for few programs, unless the `queries` of each are many."""
-    return SMALL if programs <= SPARSE * processors and num_rows(queries) * size <= SMALL_SUMS else LARGE
+    """Small ones for few programs; and more warps where the `queries` of each are many."""
+    sums = num_rows(queries) * size
+    if programs <= SPARSE * processors and sums <= SMALL_SUMS:
+        return SMALL
+    return LARGE if sums <= LARGE_SUMS else MANY
 
 
 def prefill(
@@ -129,6 +134,12 @@ def _precision(query: Tensor) -> str:
 def num_rows(queries: int) -> int:
     """Rows of a tile that hold so many: the tensor cores want 16, Triton a power of two."""
     return max(16, triton.next_power_of_2(queries))
+
+
+@triton.constexpr_function
+def in_pairs(memory: tl.dtype, query: tl.dtype, size: int) -> bool:
+    """Whether heads are computed in halves, each of them large enough for the tensor cores."""
+    return PAIRS_DECODED and memory == tl.float8e4nv and query == tl.bfloat16 and size >= 32
 
 
 @triton.jit(do_not_specialize=["page_stride", "splits", "common"])
@@ -180,40 +191,69 @@ def _decode_piece(
     r, d, n = tl.arange(0, ROWS), tl.arange(0, D), tl.arange(0, BLOCK_N)
     query_rows = ((b + r // G) * H + h) * G + r % G
     mine = (r // G) < members
-    q = tl.load(q_ptr + query_rows[:, None] * D + d, mask=mine[:, None], other=0.0)
+    q = _queries(q_ptr, k_ptr, query_rows * D, mine, D)
     top = tl.full([ROWS], float("-inf"), tl.float32)
     mass = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, D], tl.float32)
+    acc = _zeros_like(q)
     for start in range(low, high, BLOCK_N):
         place = start + n
         seen = (place < high) & (place >= visible)
         page = tl.load(pages_ptr + place // S, mask=place < high, other=0).to(tl.int64)
-        row = (page * S + place % S) * H + h
+        row, scales = (page * S + place % S) * H + h, (page * H + h) * S + place % S
         top, mass, acc = _add_block(
-            q, k_ptr, v_ptr, ks_ptr, vs_ptr, row, d, seen, seen[None, :], scale, top, mass, acc, D, PRECISION
+            q, k_ptr, v_ptr, ks_ptr, vs_ptr, row, scales, seen, seen[None, :], scale, top, mass, acc, D, PRECISION
         )
 
+    sums = _joined(acc, D)
     if WHOLE:
-        acc = acc / mass[:, None]
-        tl.store(out_ptr + query_rows[:, None] * D + d, acc.to(out_ptr.dtype.element_ty), mask=mine[:, None])
+        sums = sums / mass[:, None]
+        tl.store(out_ptr + query_rows[:, None] * D + d, sums.to(out_ptr.dtype.element_ty), mask=mine[:, None])
     else:
         rows = (piece.to(tl.int64) * tl.num_programs(1) * H * G + query_rows) * (D + 2)
         if low < high:  # of an empty piece nobody reads the sum
-            tl.store(out_ptr + rows[:, None] + d, acc, mask=mine[:, None])
+            tl.store(out_ptr + rows[:, None] + d, sums, mask=mine[:, None])
         tl.store(out_ptr + rows + D, top, mask=mine)
         tl.store(out_ptr + rows + D + 1, mass, mask=mine)
 
 
 @triton.jit
+def _queries(q_ptr, k_ptr, row, mine, D: tl.constexpr):
+    """Those that begin at `row`, whole or in halves: a tuple of one or two. So is what is computed from them."""
+    if in_pairs(k_ptr.dtype.element_ty, q_ptr.dtype.element_ty, D):
+        place = row[:, None] + 2 * tl.arange(0, D // 2)
+        even = tl.load(q_ptr + place, mask=mine[:, None], other=0.0)
+        parts = even, tl.load(q_ptr + place + 1, mask=mine[:, None], other=0.0)
+    else:
+        parts = (tl.load(q_ptr + row[:, None] + tl.arange(0, D), mask=mine[:, None], other=0.0),)
+    return parts
+
+
+@triton.jit
+def _zeros_like(parts):
+    zeros = ()
+    for _ in tl.static_range(len(parts)):
+        zeros = zeros + (tl.zeros(parts[0].shape, tl.float32),)  # noqa: RUF005 - Triton has no starred expressions
+    return zeros
+
+
+@triton.jit
+def _joined(parts, D: tl.constexpr):
+    return tl.reshape(tl.join(parts[0], parts[1]), (parts[0].shape[0], D)) if len(parts) == 2 else parts[0]
+
+
+@triton.jit
 def _add_block(
-    q, k_ptr, v_ptr, ks_ptr, vs_ptr, row, d, there, seen, scale, top, mass, acc, D: tl.constexpr,
+    q, k_ptr, v_ptr, ks_ptr, vs_ptr, row, scales, there, seen, scale, top, mass, acc, D: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Running largest score, mass and sum of values, with a block of keys more: those rows of the cache."""
-    k = _load(k_ptr, row, d, there, q.dtype, D)
-    scores = tl.dot(q, k.T, input_precision=PRECISION) * scale
+    """Running largest score, mass and sums of values, with a block of keys more: those rows of the cache."""
+    k = _load(k_ptr, row, there, q[0].dtype, D)
+    scores = tl.dot(q[0], k[0].T, input_precision=PRECISION)
+    for half in tl.static_range(1, len(q)):
+        scores = tl.dot(q[half], k[half].T, scores, input_precision=PRECISION)
+    scores *= scale
     if ks_ptr is not None:
-        scores *= tl.load(ks_ptr + row, mask=there, other=0.0)[None, :]
+        scores *= tl.load(ks_ptr + scales, mask=there, other=0.0)[None, :]
     scores = tl.where(seen, scores, float("-inf"))
     larger = tl.maximum(top, tl.max(scores, 1))
     shift = tl.where(larger == float("-inf"), 0.0, larger)
@@ -221,23 +261,29 @@ def _add_block(
     fade = tl.exp2(top - shift)
     mass = mass * fade + tl.sum(weight, 1)
     if vs_ptr is not None:
-        weight *= tl.load(vs_ptr + row, mask=there, other=0.0)[None, :]
-    v = _load(v_ptr, row, d, there, q.dtype, D)
-    acc = acc * fade[:, None] + tl.dot(weight.to(v.dtype), v, input_precision=PRECISION)
-    return larger, mass, acc
+        weight *= tl.load(vs_ptr + scales, mask=there, other=0.0)[None, :]
+    v = _load(v_ptr, row, there, q[0].dtype, D)
+    weight = weight.to(v[0].dtype)
+    sums = ()
+    for half in tl.static_range(len(q)):
+        added = tl.dot(weight, v[half], input_precision=PRECISION)
+        sums = sums + (acc[half] * fade[:, None] + added,)  # noqa: RUF005
+    return larger, mass, sums
 
 
 @triton.jit
-def _load(memory_ptr, row, d, there, kind: tl.constexpr, D: tl.constexpr):
-    """Rows of the cache. Left to itself the compiler would fetch 8-bit ones from shared memory one by one."""
-    if IN_PAIRS and memory_ptr.dtype.element_ty == tl.float8e4nv and kind == tl.bfloat16:
+def _load(memory_ptr, row, there, kind: tl.constexpr, D: tl.constexpr):
+    """Rows of the cache, whole or in halves."""
+    if in_pairs(memory_ptr.dtype.element_ty, kind, D):
         place = row[:, None] * (D // 2) + tl.arange(0, D // 2)
         pairs = tl.load(memory_ptr.to(tl.pointer_type(tl.int16)) + place, mask=there[:, None], other=0)
-        first, second = tl.inline_asm_elementwise(
+        parts = tl.inline_asm_elementwise(
             FROM_E4M3, "=&r,=&r,r", [pairs], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=2
         )
-        return tl.reshape(tl.join(first, second), (row.shape[0], D))
-    return tl.load(memory_ptr + row[:, None] * D + d, mask=there[:, None], other=0.0).to(kind)
+    else:
+        place = row[:, None] * D + tl.arange(0, D)
+        parts = (tl.load(memory_ptr + place, mask=there[:, None], other=0.0).to(kind),)
+    return parts
 
 
 @triton.jit(do_not_specialize=["pieces"])
@@ -290,7 +336,7 @@ def _prefill(
         start, first = tl.load(start_ptr + b).to(tl.int32), tl.load(first_ptr + b).to(tl.int64)
         m, d, n = begin + tl.arange(0, BLOCK_M), tl.arange(0, D), tl.arange(0, BLOCK_N)
         query_rows = ((first + m) * HQ + head) * D
-        q = tl.load(q_ptr + query_rows[:, None] + d, mask=(m < count)[:, None], other=0.0)
+        q = _queries(q_ptr, k_ptr, query_rows, m < count, D)
         position = start + m
         high = start + tl.minimum(begin + BLOCK_M, count)
         low = 0
@@ -298,16 +344,17 @@ def _prefill(
             low = tl.maximum(start + begin - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
         top = tl.full([BLOCK_M], float("-inf"), tl.float32)
         mass = tl.zeros([BLOCK_M], tl.float32)
-        acc = tl.zeros([BLOCK_M, D], tl.float32)
+        acc = _zeros_like(q)
         for begin_n in range(low, high, BLOCK_N):
             place = begin_n + n
             page = tl.load(pages_ptr + b * page_stride + place // S, mask=place < high, other=0).to(tl.int64)
-            row = (page * S + place % S) * H + head // (HQ // H)
+            h = head // (HQ // H)
+            row, scales = (page * S + place % S) * H + h, (page * H + h) * S + place % S
             seen = place[None, :] <= position[:, None]
             if WINDOW:
                 seen = seen & (place[None, :] > position[:, None] - WINDOW)
             top, mass, acc = _add_block(
-                q, k_ptr, v_ptr, ks_ptr, vs_ptr, row, d, place < high, seen, scale, top, mass, acc, D, PRECISION
+                q, k_ptr, v_ptr, ks_ptr, vs_ptr, row, scales, place < high, seen, scale, top, mass, acc, D, PRECISION
             )
-        acc = acc / tl.where(mass > 0, mass, 1.0)[:, None]  # a padded query may see no key of its window
-        tl.store(out_ptr + query_rows[:, None] + d, acc.to(out_ptr.dtype.element_ty), mask=(m < count)[:, None])
+        sums = _joined(acc, D) / tl.where(mass > 0, mass, 1.0)[:, None]  # a padded query may see no key of its window
+        tl.store(out_ptr + query_rows[:, None] + d, sums.to(out_ptr.dtype.element_ty), mask=(m < count)[:, None])

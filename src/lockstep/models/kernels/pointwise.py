@@ -130,7 +130,7 @@ def rotate_and_store(
     tokens = 1 if num_tokens <= FEW_TOKENS else SOME_TOKENS
     _rotate_and_store[triton.cdiv(num_tokens, tokens), heads](
         qkv_N, query_norm, key_norm, cos, sin, slots_N, query, *cache, eps, qkv_N.stride(0), num_tokens, TOKENS=tokens,
-        H=heads, G=group, GP=triton.next_power_of_2(group), D=size, NORM=norms is not None,
+        H=heads, G=group, GP=triton.next_power_of_2(group), D=size, S=cache.keys.shape[1], NORM=norms is not None,
         DEPENDENT=DEPENDENT, launch_pdl=DEPENDENT, num_warps=1,
     )  # fmt: skip
     return query
@@ -252,7 +252,8 @@ def _rotated(
 def _rotate_and_store(
     qkv_ptr, query_norm_ptr, key_norm_ptr, cos_ptr, sin_ptr, slots_ptr, query_ptr, keys_ptr, values_ptr,
     key_scales_ptr, value_scales_ptr, eps, stride, num_tokens, TOKENS: tl.constexpr,
-    H: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, NORM: tl.constexpr, DEPENDENT: tl.constexpr,
+    H: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, S: tl.constexpr, NORM: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Some tokens' keys and values of one head, and the queries that read them."""
     let_next_start(DEPENDENT)
@@ -269,22 +270,23 @@ def _rotate_and_store(
 
         q = _rotated(row + head * G * D, query_norm_ptr, cos, sin, sign, g, d, other, eps, kind, G, D, NORM)
         tl.store(query_ptr + ((token * H + head) * G + g[:, None]) * D + d, q, mask=(g < G)[:, None])
-        slot = tl.load(slots_ptr + token).to(tl.int64) * H + head
+        slot = tl.load(slots_ptr + token).to(tl.int64)
+        slot, scale = slot * H + head, (slot // S * H + head) * S + slot % S
         k = _rotated(row + (H * G + head) * D, key_norm_ptr, cos, sin, sign, one, d, other, eps, kind, 1, D, NORM)
-        _store(keys_ptr, key_scales_ptr, slot, k, one, d, D)
+        _store(keys_ptr, key_scales_ptr, slot, scale, k, one, d, D)
         v = tl.load(row + (H * G + H + head) * D + one[:, None] * D + d)
-        _store(values_ptr, value_scales_ptr, slot, v, one, d, D)
+        _store(values_ptr, value_scales_ptr, slot, scale, v, one, d, D)
 
 
 @triton.jit
-def _store(memory_ptr, scales_ptr, slot, vector, one, d, D: tl.constexpr):
-    """A head [1, D] of one token, encoded if the memory has scales: `Pages.store`."""
+def _store(memory_ptr, scales_ptr, slot, place, vector, one, d, D: tl.constexpr):
+    """A head [1, D] of one token, encoded if the memory has scales (its own at `place`): `Pages.store`."""
     if scales_ptr is not None:
         vector = vector.to(tl.float32)
         largest = tl.max(tl.abs(vector), 1)
         scale = tl.where(largest > 0, largest / LARGEST, 1.0)
         broken = tl.max((vector != vector).to(tl.int32), 1) > 0
         scale = tl.where(broken, float("nan"), scale)  # codes of NaN are not told from others as they are read
-        tl.store(scales_ptr + slot + one, scale)
+        tl.store(scales_ptr + place + one, scale)
         vector = vector / scale[:, None]
     tl.store(memory_ptr + (slot + one[:, None]) * D + d, vector.to(memory_ptr.dtype.element_ty))
