@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from lockstep.config import ConfigError
 from lockstep.models.engine_view import engine_view
-from lockstep.models.loading import ModelConfig, load
+from lockstep.models.loading import ModelConfig, load, quietly
 from lockstep.models.lowbit import LowBitWeights
 from lockstep.models.routing import Routers, find_routers
 from lockstep.models.selfcheck import self_check
@@ -115,7 +115,8 @@ def vllm(folder: Path, device: torch.device, options: dict[str, Any]) -> Contend
 
 def plain_model(folder: Path, device: torch.device) -> Any:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    module: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa")
+    with quietly():
+        module: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa")
     return module.to(device)
 
 

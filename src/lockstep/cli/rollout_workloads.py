@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, Qwen3Config, Qwen3MoeConfig
 
+from lockstep.models.loading import quietly
 from lockstep.models.tiny import byte_tokenizer
 
 BYTES_PER_S = 4.24e12  # an H200 reads at most, measured
@@ -41,8 +42,9 @@ class Shape:
 
     def save(self, folder: Path, context: int, device: torch.device) -> None:
         """A checkpoint any engine can load."""
-        self.module(context, device).save_pretrained(folder)
-        byte_tokenizer().save_pretrained(folder)
+        with quietly():
+            self.module(context, device).save_pretrained(folder)
+            byte_tokenizer().save_pretrained(folder)
 
 
 ROTARY = {"rope_type": "default", "rope_theta": 1e6}

@@ -70,7 +70,7 @@ def load(config: ModelConfig, *, dtype: torch.dtype, device: torch.device, seed:
         for parameter in module.parameters():
             parameter.data = parameter.data.to(dtype)
     else:
-        with _quietly():
+        with quietly():
             module, tokenizer = _load_module(config.path, dtype), load_tokenizer(config.path)
     nn.Module.to(module, device)
     return Loaded.of(module, tokenizer)
@@ -157,7 +157,7 @@ def save(folder: Path, loaded: Loaded, weights: Mapping[str, Tensor]) -> None:
     """
     if spoilt := nonfinite(weights):
         raise FloatingPointError(f"not saved, for the model is broken: {spoilt}; an earlier checkpoint may be whole")
-    with _quietly(), system_errors(folder):
+    with quietly(), system_errors(folder):
         loaded.shell.save_pretrained(folder, state_dict=dict(weights))
         loaded.tokenizer.save_pretrained(folder)
 
@@ -182,8 +182,8 @@ def system_errors(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _quietly() -> Iterator[None]:
-    """transformers' bars and load reports would run through the live view; what matters is raised."""
+def quietly() -> Iterator[None]:
+    """transformers' bars and load reports would run through what a command shows; what matters is raised."""
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()

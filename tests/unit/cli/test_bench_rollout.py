@@ -7,6 +7,7 @@ import torch
 from rich.console import Console
 
 from lockstep.cli.bench_rollout import Result, _options, compare, run_engine, table
+from lockstep.cli.rollout_engines import plain_model
 from lockstep.cli.rollout_workloads import SHAPES, WORKLOADS, checkpoint
 from lockstep.config import ConfigError
 
@@ -70,3 +71,9 @@ def test_a_real_run() -> None:
     assert found.tokens == sum(n for _, n in workload.requests(512))
     assert found.difference is not None
     assert found.difference < 1e-4
+
+
+def test_bars_of_libraries_are_not_shown(capfd: pytest.CaptureFixture[str]) -> None:
+    with checkpoint(SHAPES["tiny"], 1, 64, torch.device("cpu")) as folder:
+        plain_model(Path(folder), torch.device("cpu"))
+    assert capfd.readouterr().err == ""
