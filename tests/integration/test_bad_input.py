@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import command_runs as runs
 import pytest
 import torch
+import typer
 from safetensors.torch import load_file, save_file
 
 from lockstep.assembly.export import export
-from lockstep.cli import BAD_INPUT, main
+from lockstep.cli import BAD_INPUT, FAILED, main
+from lockstep.cli.bench import bench
 from lockstep.config import Plugin
 from lockstep.models import loading
 from lockstep.models.loading import ModelConfig
@@ -95,6 +100,49 @@ def test_a_folder_that_cannot_hold_runs_is_told_in_one_line(tmp_path: Path, refu
     (tmp_path / "file").touch()
     said = refused("train", str(runs.write_recipe(tmp_path)), "--plain", "--runs", "file")
     assert "cannot make a run in file/small: Not a directory; choose another folder" in said
+
+
+def _files_to_write() -> list[tuple[str, str]]:
+    """Of every benchmark, the options that name one."""
+    commands: Any = typer.main.get_command(bench)
+    return [
+        (name, option.opts[0])
+        for name, command in commands.commands.items()
+        for option in command.params
+        if option.name in ("out", "json")
+    ]
+
+
+@pytest.mark.parametrize(("benchmark", "option"), _files_to_write())
+def test_a_benchmark_that_could_not_be_kept_is_not_begun(tmp_path: Path, refused, benchmark: str, option: str) -> None:
+    (tmp_path / "file").touch()
+    assert "cannot write file/page.md: Not a directory" in refused("bench", benchmark, option, "file/page.md")
+    assert "cannot write gone/page.md: there is no folder gone" in refused("bench", benchmark, option, "gone/page.md")
+    assert refused("bench", benchmark, option, ".").endswith("cannot write .: Is a directory")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file"]
+
+
+def test_what_cannot_be_written_is_refused_with_its_path(unbroken: Path, tmp_path: Path, refused) -> None:
+    (tmp_path / "file").touch()
+    run = str(unbroken)
+    assert "folder file/x/y: Not a dir" in refused("export", run, "file/x/y", "--precision", "int8_w8a8")
+    assert "folder file/x: Not a dir" in refused("analyze", "routing", run, "--out", "file/x")
+    assert "cannot write file/x.html: Not a dir" in refused("report", run, run, "--out", "file/x.html")
+    assert "cannot write gone/x.html: there is no folder gone" in refused("report", run, run, "--out", "gone/x.html")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file"]
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(errno.EROFS, BAD_INPUT), (errno.EACCES, BAD_INPUT), (errno.ENOSPC, FAILED)]
+)
+def test_a_folder_one_may_not_write_is_bad_input_and_a_full_disk_is_not(
+    unbroken: Path, monkeypatch: pytest.MonkeyPatch, command, number: int, code: int
+) -> None:
+    def fails(folder: RunFolder) -> None:
+        raise OSError(number, os.strerror(number), "run/report.html")
+
+    monkeypatch.setattr("lockstep.report.page.write_report", fails)
+    assert command("report", str(unbroken)) == (code, "", [f"error: run/report.html: {os.strerror(number)}"])
 
 
 def test_a_model_of_broken_weights_is_neither_saved_nor_exported(unbroken: Path, tmp_path: Path, refused) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from typing import NoReturn
@@ -9,6 +10,15 @@ from typing import NoReturn
 from lockstep.config import ConfigError
 
 FAILED, BAD_INPUT, GOVERNED, STOPPED = 1, 2, 3, 130
+# Of a path that was given; a full disk is none of them.
+WRONG_PATH = {
+    errno.EACCES,
+    errno.EPERM,
+    errno.EROFS,
+    errno.ENOTDIR,
+    errno.EISDIR,
+    errno.ENAMETOOLONG,
+}
 
 
 def main() -> NoReturn:
@@ -41,7 +51,10 @@ def run() -> int:
         return _tell(f"{stop}\nsaved; {stop.root}/report.html shows it; --resume {stop.root} goes on", GOVERNED)
     except ConfigError as error:
         return _tell(f"error: {error}", BAD_INPUT)
-    except (OSError, FloatingPointError, AuditFailed) as error:
+    except OSError as error:
+        line = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+        return _tell(f"error: {line}", BAD_INPUT if error.errno in WRONG_PATH else FAILED)
+    except (FloatingPointError, AuditFailed) as error:
         return _tell(f"error: {error}", FAILED)
     except KeyboardInterrupt:
         return _tell("stopped at once, without saving; the last checkpoint is whole", STOPPED)

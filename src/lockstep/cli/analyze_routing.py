@@ -18,6 +18,7 @@ from lockstep.assembly.recipe import Recipe
 from lockstep.assembly.roles import load_model
 from lockstep.assembly.route_study import Prompt, study
 from lockstep.cli.inference import ask_only, checkpoint_and_recipe, is_run, resolve_checkpoint
+from lockstep.cli.options import require_folder
 from lockstep.cli.warm_start import MIXTURE, continued, warmed_up
 from lockstep.config import ConfigError, resolve
 from lockstep.report.route_page import FIGURES, shown, write_route_study
@@ -41,7 +42,7 @@ def analyze(
     console: Console,
 ) -> None:
     folder = out or (Path(checkpoint) / FOLDER if checkpoint and is_run(checkpoint) else Path(FOLDER))
-    _require_folder(folder)
+    require_folder(folder)
     with TemporaryDirectory() as temporary, _progress(console) as bar:
         path, chosen = _found(checkpoint, overrides, recipe, asked, warmup, Path(temporary), bar)
         prompts = [[Message("user", text)] for text in asked] or _of_task(chosen, samples)
@@ -58,14 +59,6 @@ def analyze(
     console.print(table(result))
     page = write_route_study(result, folder)
     console.print(f"wrote {page}, study.json and {len(result.panels())} pictures", highlight=False, soft_wrap=True)
-
-
-def _require_folder(folder: Path) -> None:
-    """Before anything is computed that could not be written there."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"--out {folder}: cannot be a folder ({error.strerror})") from error
 
 
 def _found(

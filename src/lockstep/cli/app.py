@@ -9,7 +9,7 @@ import typer
 
 from lockstep.cli.analyze import analyze
 from lockstep.cli.bench import bench
-from lockstep.cli.options import Overrides, console
+from lockstep.cli.options import Overrides, console, require_folder, require_writable
 
 app = typer.Typer(
     name="lockstep",
@@ -82,7 +82,7 @@ def generate(
     prompts: Annotated[list[str], typer.Argument(help="what to ask, one or more")],
     max_tokens: Annotated[int, typer.Option(help="longest answer")] = 128,
     temperature: Annotated[float, typer.Option(help="0 is greedy")] = 0.0,
-    num: Annotated[int, typer.Option("-n", help="answers per prompt")] = 1,
+    num: Annotated[int, typer.Option("-n", min=1, help="answers per prompt")] = 1,
     seed: Annotated[int, typer.Option(help="of the sampled answers")] = 0,
 ) -> None:
     """Ask a checkpoint something.
@@ -159,7 +159,12 @@ def report(
     from lockstep.report.run_folder import RunFolder
 
     folders = [RunFolder.open(run) for run in runs]
-    path = write_report(folders[0]) if len(folders) == 1 else write_comparison(folders, out)
+    if len(folders) == 1:
+        require_folder(folders[0].root)
+        path = write_report(folders[0])
+    else:
+        require_writable(out)
+        path = write_comparison(folders, out)
     console.print(f"wrote {path}", highlight=False)
 
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from lockstep.cli.options import Overrides, console
+from lockstep.cli.options import Overrides, console, require_writable
 
 bench = typer.Typer(help="Measure Lockstep side by side with others, on this machine.", no_args_is_help=True)
 
@@ -27,6 +27,7 @@ def bench_trl(
 
     Same tiny model, prompts, group size, answer lengths, loss and update. Needs `pip install "lockstep-rl[bench]"`.
     """
+    require_writable(json)
     from lockstep.cli import bench_trl
 
     bench_trl.compare(
@@ -84,6 +85,7 @@ def bench_linear(
 
     First a block as the embedded engine runs it, with the norms and the gate that encode the layers' inputs.
     """
+    require_writable(out)
     from lockstep.cli import bench_aligned, bench_block, bench_linear
 
     if learner:
@@ -105,6 +107,7 @@ def bench_mismatch(
     A tiny dense model and a tiny mixture make real training steps; k3, F(2) and the largest weight are measured after
     updates. A sync is timed through copies and in shared memory, with the bytes it publishes.
     """
+    require_writable(out, json)
     from lockstep.cli import bench_mismatch
 
     bench_mismatch.compare(steps=steps, warmup=warmup, out=out, json_out=json, console=console)
@@ -129,6 +132,7 @@ def bench_rollout(
     A workload is prompts x samples x prompt tokens + answer tokens. Each engine runs in a process of its own; answers
     are checked for sanity and their log-probs against a full forward of plain transformers.
     """
+    require_writable(out)
     from lockstep.cli import bench_rollout
 
     workloads, engines = workload or ["256x128+256"], engines or ["lockstep", "generate"]
@@ -146,6 +150,7 @@ def bench_sync(
 
     And what sleeping gives back and takes. After both the engine must answer as one started on the new weights.
     """
+    require_writable(out)
     from lockstep.cli import bench_sync
 
     bench_sync.compare(shape, layers, precision or [], out, console)
@@ -162,6 +167,7 @@ def bench_routing(
 
     The same tokens are scored both ways, by a learner in high precision and by an aligned one.
     """
+    require_writable(out, json)
     from lockstep.cli import bench_routing
 
     bench_routing.compare(samples=samples, warmup=warmup, out=out, json_out=json, console=console)
@@ -184,6 +190,7 @@ def bench_routing_cost(
 
     Every step runs with and without, in turns, in one process; medians of their ratios are shown.
     """
+    require_writable(out)
     from lockstep.cli import bench_routing_cost as command
 
     size = command.Size(seqs=seqs, prompt_tokens=prompt_tokens, max_tokens=max_tokens)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -21,9 +22,10 @@ from rich.console import Console
 from transformers import AutoConfig
 
 import lockstep
-from lockstep.cli.rollout_engines import ENGINES, OPTIONS, Answer, plain_model
+from lockstep.cli.rollout_engines import ENGINES, OPTIONS, Answer, plain_model, rollout_config
 from lockstep.cli.rollout_workloads import SHAPES, WORKLOADS, Workload, checkpoint, rescore, weight_bytes
 from lockstep.config import ConfigError
+from lockstep.config.layers import parse_value
 
 LONG, SHORT = 10.0, 2.0  # seconds: what takes less is timed twice, or for so long, and the best one counts
 TIMEOUT = 1200.0  # seconds for one engine
@@ -165,11 +167,7 @@ def compare(
     chosen = [WORKLOADS[name] for name in known("workload", workloads, WORKLOADS)]
     known("shape", [shape], SHAPES)
     for engine in engines:
-        name, *settings = engine.split(":")
-        known("engine", [name], ENGINES)
-        known(f"option of {name}", [setting.partition("=")[0] for setting in settings], OPTIONS[name])
-        if name == "vllm" and "python" not in _settings(engine) and not find_spec("vllm"):
-            raise ConfigError("vllm is not installed here; vllm:python=PATH names an interpreter that has it")
+        _require_runnable(engine)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     context = max(w.context for w in chosen)
     results: list[Result] = []
@@ -184,6 +182,19 @@ def compare(
     if out:
         with out.open("a") as file:
             file.write(text + "\n")
+
+
+def _require_runnable(engine: str) -> None:
+    name, settings = engine.partition(":")[0], _settings(engine)
+    known("engine", [name], ENGINES)
+    known(f"option of {name}", [*settings], OPTIONS[name])
+    if name == "lockstep":
+        rollout_config({"max_seqs": 1, "kv_gib": 1.0} | settings)
+    elif "python" in settings:
+        if shutil.which(str(settings["python"])) is None:
+            raise ConfigError(f"{engine}: there is no interpreter {settings['python']}")
+    elif name == "vllm" and not find_spec("vllm"):
+        raise ConfigError("vllm is not installed here; vllm:python=PATH names an interpreter that has it")
 
 
 def known(kind: str, names: Sequence[str], known: Collection[str]) -> Sequence[str]:
@@ -279,7 +290,7 @@ def _options(engine: str, folder: Path, workloads: Sequence[Workload]) -> dict[s
 def _settings(engine: str) -> dict[str, Any]:
     """What follows an engine's name."""
     pairs = (setting.partition("=")[::2] for setting in engine.split(":")[1:])
-    return {key: json.loads(v) if v[:1].isdigit() or v in ("true", "false") else v for key, v in pairs}
+    return {key: parse_value(value) for key, value in pairs}
 
 
 def main(engine: str, folder: str, *names: str) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,6 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from lockstep.config import ConfigError
+from lockstep.config.loading import validate
 from lockstep.models.engine_view import engine_view
 from lockstep.models.loading import ModelConfig, load, quietly
 from lockstep.models.lowbit import LowBitWeights
@@ -41,15 +42,7 @@ def lockstep(folder: Path, device: torch.device, options: dict[str, Any]) -> Con
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     loaded = load(ModelConfig(path=str(folder)), dtype=dtype, device=device, seed=0)
     self_check(loaded.module)
-    precision = options.get("precision")
-    config = RolloutConfig(
-        max_seqs=options["max_seqs"],
-        step_tokens=options.get("step_tokens", 16_384),
-        kv_gib=options["kv_gib"],
-        precision=precision,
-        kv_precision=options.get("kv", "high"),
-        compile=options.get("compile", True),
-    )
+    config = rollout_config(options)
     low_bit = LowBitWeights(loaded.module, config.precision) if config.precision is not None else None
     routers = _recorded(loaded.module) if options.get("record", True) else None
     view = engine_view(loaded.module, share=True, low_bit=low_bit, routers=routers)
@@ -65,6 +58,19 @@ def lockstep(folder: Path, device: torch.device, options: dict[str, Any]) -> Con
         return [found[r.uid] for r in asked]
 
     return lambda requests: asyncio.run(generate(requests))
+
+
+def rollout_config(options: Mapping[str, Any]) -> RolloutConfig:
+    """ConfigError for a value that it refuses."""
+    tables = {
+        "max_seqs": options["max_seqs"],
+        "step_tokens": options.get("step_tokens", 16_384),
+        "kv_gib": options["kv_gib"],
+        "precision": options.get("precision"),
+        "kv_precision": options.get("kv", "high"),
+        "compile": options.get("compile", True),
+    }
+    return validate(RolloutConfig, tables, "lockstep")
 
 
 def _recorded(module: PreTrainedModel) -> Routers | None:

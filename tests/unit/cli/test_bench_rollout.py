@@ -20,6 +20,9 @@ from lockstep.config import ConfigError
         ("tiny", "8x4x16+32", "sglang", "unknown engine 'sglang'; choices: lockstep, vllm"),
         ("tiny", "8x4x16+32", "vllm", "vllm is not installed here; vllm:python=PATH names"),
         ("tiny", "8x4x16+32", "lockstep:precison=w4a16", "unknown option of lockstep 'precison'; choices: precision"),
+        ("tiny", "8x4x16+32", "lockstep:precision=w4", "lockstep: precision: unknown format 'w4'"),
+        ("tiny", "8x4x16+32", "lockstep:step_tokens=1x", "lockstep: step_tokens: .*1x"),
+        ("tiny", "8x4x16+32", "vllm:python=/gone", "there is no interpreter /gone"),
     ],
 )
 def test_what_is_unknown_is_refused(shape: str, workload: str, engine: str, message: str) -> None:
