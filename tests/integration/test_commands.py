@@ -30,6 +30,16 @@ def test_eval_takes_the_best_checkpoint_and_agrees_with_the_run(unbroken: Path) 
     assert "printable" in output, "shows the reasons"
 
 
+def test_eval_names_the_checkpoint_on_a_line_of_its_own(unbroken: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A table is as wide as its figures, and would break a name to pieces."""
+    monkeypatch.chdir(unbroken.parent)
+    monkeypatch.setattr("lockstep.cli.options.console.width", 80)
+    step = (unbroken / "checkpoints/best").resolve().name
+    name, _, figures, *_ = run("eval", unbroken.name, "--show", "0").strip().splitlines()
+    assert name.startswith(f"{unbroken.name}, {step}, on ")
+    assert "eval/accuracy" in figures
+
+
 def test_generate_answers_each_prompt(unbroken: Path) -> None:
     output = run("generate", str(unbroken), "e1", "e2", "-n", "2", "--max-tokens", "4", "--temperature", "1")
     assert output.count("e1 ") == output.count("e2 ") == 2

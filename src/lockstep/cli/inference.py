@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -52,10 +52,18 @@ def evaluate(checkpoint: str, overrides: Sequence[str], *, recipe: str | None, s
     metrics = asyncio.run(run())
     for sample, answer in shown:
         console.print(_shown(sample, answer))
-    table = Table(title=Text(f"{path} on {chosen.task.name}"), show_header=False)
+    which = f"{checkpoint}, {Path(path).name}," if is_run(checkpoint) else checkpoint
+    console.print(Text(f"\n{which} on {chosen.task.name}", style="bold"), soft_wrap=True)
+    console.print(_figures(metrics))
+
+
+def _figures(metrics: Mapping[str, float]) -> Table:
+    table = Table(show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True, justify="right")
     for name, value in metrics.items():
         table.add_row(name, f"{value:.4g}")
-    console.print(table)
+    return table
 
 
 def _shown(sample: Sample, answer: Trajectory) -> Text:
