@@ -318,7 +318,7 @@ class _Run:
             about = "supervised learning alone for as long as RL took"
             self.view.phase("control", round(progress.train_seconds), unit="s", about=about)
             async with _asleep(roles):
-                await supervised.run_for(progress.train_seconds, lambda gone: self.view.log(int(gone), {}))
+                await supervised.run_for(progress.train_seconds, lambda gone: self.view.reached(round(gone)))
             self.recorder.log(progress.step, await self._evaluate_control(roles))
         finally:
             await roles.close()

@@ -47,8 +47,9 @@ class Supervised:
         """The control: goes on where the warm-up ended, for as long as RL took; tells the seconds gone."""
         started = time.monotonic()
         while (gone := time.monotonic() - started) < seconds:
-            await self._update()
             on_update(gone)
+            await self._update()
+        on_update(seconds)
 
     def skip(self, steps: int) -> None:
         """The control does not see again what the warm-up has seen."""

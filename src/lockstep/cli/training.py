@@ -44,11 +44,16 @@ def train(
     if progress is None:  # not rank 0
         return
     folder = RunFolder.open(root)
-    console.print(f"done: {progress.step} steps{_accuracy(folder)}", highlight=False, soft_wrap=True)
+    console.print(f"done: {progress.step} steps", highlight=False)
     if idle := _idle(folder):
         console.print(f"warning: {idle}", style="yellow", markup=False, highlight=False, soft_wrap=True)
-    places = f"  report      {folder.report}\n  checkpoint  {folder.result or 'none could be saved'}"
-    console.print(places, markup=False, highlight=False, soft_wrap=True)
+    facts = {
+        "accuracy": _accuracy(folder),
+        "report": folder.report,
+        "checkpoint": folder.result or "none could be saved",
+    }
+    lines = "\n".join(f"  {name:10}  {fact}" for name, fact in facts.items() if fact)
+    console.print(lines, markup=False, highlight=False, soft_wrap=True)
 
 
 def _show_held(recipe: Recipe, root: Path, console: Console) -> None:
@@ -65,7 +70,7 @@ def _accuracy(folder: RunFolder) -> str:
     control = [row["control/accuracy"] for row in rows if "control/accuracy" in row]
     if not measured:
         return ""
-    text = f"; held-out accuracy {measured[0]:.1%} -> {measured[-1]:.1%}"
+    text = f"{measured[0]:.1%} -> {measured[-1]:.1%} held out"
     return text + (f" (supervised learning alone: {control[-1]:.1%})" if control else "")
 
 

@@ -116,7 +116,8 @@ class Phase:
 class LiveView:
     """A Recorder for the eyes. Enter it around the run; leaving it, also by an exception, restores the terminal.
 
-    `phase` says what the run does now and how many steps that takes; every `log` moves its progress.
+    `phase` says what the run does now and how many steps that takes; every `log` moves its progress. One that counts
+    something else is moved by `reached` alone.
     """
 
     def __init__(self, name: str, plain: bool = False, console: Console | None = None) -> None:
@@ -152,8 +153,12 @@ class LiveView:
             length = f"{total - done} {unit or 'steps'}"
             self._print(f"{name}: {', '.join(filter(None, (about, length)))}" if total else name)
 
+    def reached(self, count: int) -> None:
+        self._phase.step = count
+
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._phase.step = step
+        if not self._phase.unit:
+            self._phase.step = step
         for name, value in metrics.items():
             self._trends.setdefault(name, deque(maxlen=_TREND)).append(float(value))
         times = {part: metrics[f"time/{part}"] for part in _TIMES if f"time/{part}" in metrics}

@@ -44,6 +44,14 @@ def test_a_phase_says_what_it_counts() -> None:
     assert str(Phase("control", 60, step=12, unit="s")) == "control 12/60 s"
 
 
+def test_a_phase_that_counts_no_steps_is_not_moved_by_what_is_logged() -> None:
+    with LiveView("demo", console=Console(file=io.StringIO(), width=80)) as view:
+        view.phase("control", 24, unit="s")
+        view.reached(24)
+        view.log(60, {"control/accuracy": 0.2})
+        assert str(view._phase) == "control 24/24 s"
+
+
 def test_plain_can_be_asked_for_in_a_terminal() -> None:
     console = terminal()
     with LiveView("demo", plain=True, console=console) as view:
