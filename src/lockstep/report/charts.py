@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
@@ -16,6 +16,8 @@ NUM_COLORS = 10
 PHASES = ("rollout", "learn", "wait", "sync", "eval", "save", "audit", "warm-up", "control")
 """What time goes to, as charts stack it: a phase has the same colour in every run."""
 _CURVES = 3  # steps shown on the F(tau) chart: first, middle, last
+
+_F = "F(τ) is the share of tokens to which sampler and learner give probabilities more than a factor τ apart"
 
 Format = Literal["number", "percent", "seconds", "scientific"]
 
@@ -56,7 +58,7 @@ CHARTS = (
     Chart(
         key="f_over_time",
         title="Tokens that disagree",
-        help="F(τ): share of tokens whose probability differs by more than a factor τ between the two.",
+        help=f"{_F}.",
         metrics={"mismatch/f2": "F(2)", "mismatch/f1.1": "F(1.1)", "mismatch/f10": "F(10)"},
         format="percent",
     ),
@@ -187,8 +189,10 @@ def _panel(chart: Chart, run: History) -> Panel:
 def _overlay(chart: Chart, runs: Sequence[History]) -> Panel:
     if chart.stacked:
         return Panel(chart=chart)
-    main = next(iter(chart.metrics))
+    main, label = next(iter(chart.metrics.items()))
     lines = [_line(chart, run.name, run.series[main], i) for i, run in enumerate(runs) if main in run.series]
+    if len(chart.metrics) > 1:
+        chart = replace(chart, help=f"{chart.help} Of each run: {label}.")
     return Panel(chart=chart, lines=lines, y_log=_is_log(chart, lines))
 
 
@@ -250,7 +254,7 @@ def _filled(series: Series, steps: NDArray[np.float64]) -> NDArray[np.float64]:
 _F_CURVE = Chart(
     key="f_curve",
     title="F(τ) curve",
-    help="Share of tokens whose probability differs by more than a factor τ, at the first, a middle and the last step.",
+    help=f"{_F}; at the first, a middle and the last step.",
     metrics={"mismatch/f[0-9]*": ""},
     format="percent",
     log=True,
@@ -259,14 +263,16 @@ _F_CURVE = Chart(
 
 def f_curves(runs: Sequence[History]) -> Panel:
     """F over τ: several steps of one run, or the last step of each of several."""
+    chart = _F_CURVE
     if len(runs) > 1:
+        chart = replace(chart, help=f"{_F}; at the last step of each run.")
         curves = [(run.name, points) for run in runs if (points := _f_points(run, -1)) is not None]
         lines = [Line(label, x, y, color) for color, (label, (x, y)) in enumerate(curves)]
     else:
         curves = [(f"step {step}", points) for step, points in _f_by_step(runs[0])]
         fade = np.linspace(1.0, 0.25, len(curves))[::-1]  # the later, the stronger
         lines = [Line(label, x, y, 0, alpha=float(a)) for a, (label, (x, y)) in zip(fade, curves, strict=True)]
-    return Panel(chart=_F_CURVE, lines=lines, x_label="τ", x_log=True, y_log=_is_log(_F_CURVE, lines))
+    return Panel(chart=chart, lines=lines, x_label="τ", x_log=True, y_log=_is_log(chart, lines))
 
 
 Points = tuple[NDArray[np.float64], NDArray[np.float64]]

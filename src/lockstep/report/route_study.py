@@ -95,9 +95,9 @@ class RouteStudy:
 
     def _f_panel(self) -> Panel:
         lines = [Line(c.label, np.array(TAUS), c.f_curve, i) for i, c in enumerate(self.comparisons)]
-        help_ = "Share of sampled tokens whose two probabilities differ by more than a factor τ (the paper's Fig. 2d)."
+        help_ = "F(τ) is the share of sampled tokens whose two probabilities are more than a factor τ apart"
         some = any((line.y > 0).any() for line in lines)
-        chart = _chart("f_curve", "F(τ)", help_)
+        chart = _chart("f_curve", "F(τ)", f"{help_} (the paper's Fig. 2d).")
         return Panel(chart=chart, lines=lines, x_label="τ", x_log=True, y_log=some, tall=True)
 
     def _histograms(self) -> list[Panel]:

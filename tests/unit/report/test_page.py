@@ -216,6 +216,18 @@ def test_the_same_answer_of_a_group_is_shown_once(folder: RunFolder) -> None:
     assert [(row["step"], row["reward"], row["times"]) for row in shown] == [(1, 1.0, 2), (1, 0.0, 1), (2, 1.0, 1)]
 
 
+def test_a_comparison_says_what_f_is_and_of_which_step(tmp_path: Path) -> None:
+    folders = [RunFolder.create(tmp_path / name) for name in ("a", "b")]
+    for folder in folders:
+        with RunRecorder(folder) as recorder:
+            recorder.log(1, {"mismatch/f1.1": 0.5, "mismatch/f2": 0.25})
+    page = write_comparison(folders, tmp_path / "compare.html").read_text("utf-8")
+    shares, curve = (panel["help"] for panel in data_of(page)["panels"])
+    what = "F(τ) is the share of tokens to which sampler and learner give probabilities more than a factor τ apart"
+    assert shares == f"{what}. Of each run: F(2)."
+    assert curve == f"{what}; at the last step of each run."
+
+
 def test_a_comparison_overlays_runs_and_names_what_differs(tmp_path: Path) -> None:
     folders = [RunFolder.create(tmp_path / name) for name in ("a", "b")]
     for rate, folder in enumerate(folders):
