@@ -55,8 +55,8 @@ class Gap:
 class Row:
     model: str
     precision: str
-    unaligned: Gap | None  # None in high precision, where there is nothing to align
-    aligned: Gap | None  # None for keys and values, which a learner cannot align
+    unaligned: Gap  # the learner in high precision
+    aligned: Gap | None  # None where there is nothing to align: high precision, or keys and values
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ def _gaps(steps: int, warmup: int, console: Console) -> Iterator[Row]:
         for model, shape in MODELS.items():
             console.print(f"{model}: warming up", highlight=False)
             start = warmed_up(Path(folder) / model, SMALL | shape, warmup)
-            yield Row(model, HIGH, None, _gap(start, HIGH, "none", steps, console))
+            yield Row(model, HIGH, _gap(start, HIGH, "none", steps, console), None)
             yield Row(model, KEYS_AND_VALUES, _gap(start, HIGH, "none", steps, console, kv="fp8"), None)
             for precision in precisions():
                 unaligned, aligned = (_gap(start, precision, how, steps, console) for how in ("none", "aligned"))
@@ -204,13 +204,13 @@ def gap_table(rows: Sequence[Row]) -> str:
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
-        ratio = f"{row.unaligned.k3 / max(row.aligned.k3, 1e-16):.0e}" if row.unaligned and row.aligned else ""
+        ratio = f"{row.unaligned.k3 / max(row.aligned.k3, 1e-16):.0e}" if row.aligned else "–"
         lines.append(f"| {row.model} | `{row.precision}` | {_cells(row.unaligned)} | {_cells(row.aligned)} | {ratio} |")
     return "\n".join(lines)
 
 
 def _cells(gap: Gap | None) -> str:
-    return f"{gap.k3:.1e} | {gap.f2:.2%} | {gap.w_max:.4g}" if gap else " | | "
+    return f"{gap.k3:.1e} | {gap.f2:.2%} | {gap.w_max:.4g}" if gap else "– | – | –"
 
 
 def sync_table(syncs: Sequence[Sync]) -> str:
