@@ -1,17 +1,23 @@
 from __future__ import annotations
 
+import os
+import sys
 import time
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from rich.console import Console
+from typer.testing import CliRunner
 
 from lockstep.cli import bench_rollout
+from lockstep.cli.bench import bench
 from lockstep.cli.bench_rollout import Result, _options, compare, run_engine, table
 from lockstep.cli.gpu_clocks import Sample
+from lockstep.cli.rollout_engines import ENGINES, OPTIONS
 from lockstep.cli.rollout_workloads import SHAPES, WORKLOADS, checkpoint
 from lockstep.config import ConfigError
 
@@ -24,6 +30,8 @@ from lockstep.config import ConfigError
         ("tiny", "8x4x16+32", "sglang", "unknown engine 'sglang'; choices: lockstep, vllm"),
         ("tiny", "8x4x16+32", "vllm", "vllm is not installed here; vllm:python=PATH names"),
         ("tiny", "8x4x16+32", "lockstep:precison=w4a16", "unknown option of lockstep 'precison'; choices: precision"),
+        ("tiny", "8x4x16+32", "vllm:kv=fp8", "vllm is not installed here; vllm:python=PATH names"),
+        ("tiny", "8x4x16+32", "vllm:vk=fp8", "unknown option of vllm 'vk'; choices: .*kv"),
     ],
 )
 def test_what_is_unknown_is_refused(shape: str, workload: str, engine: str, message: str) -> None:
@@ -84,6 +92,24 @@ def test_a_comparison_shows_power_and_clock_of_a_gpu(tmp_path: Path, monkeypatch
 def test_a_table_of_a_cpu_says_nothing_of_a_gpu() -> None:
     head = table([Result("generate", "w", 1000, 1.0, 0.5, 0.25, 11, 0.0, 2.0, None, 1.0)]).splitlines()[0]
     assert "| ms/step | tok/CPU s | start s |" in head
+
+
+def test_the_help_names_every_engine_and_option() -> None:
+    shown = " ".join(CliRunner().invoke(bench, ["rollout", "--help"], env={"COLUMNS": "120"}).output.split())
+    assert f"{', '.join(ENGINES)}; options after colons" in shown
+    listed = [f"of {engine}: {', '.join(options)}" for engine, options in OPTIONS.items() if options]
+    assert f"Options {'; '.join(listed)}." in shown
+
+
+@pytest.mark.parametrize(("options", "dtype"), [({}, "auto"), ({"kv": "fp8"}, "fp8")])
+def test_vllm_keeps_keys_and_values_as_told(
+    options: dict[str, Any], dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: dict[str, Any] = {}
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=asked.update))
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    ENGINES["vllm"](Path("model"), torch.device("cuda"), {"context": 64, "max_seqs": 4, "kv_gib": 1.0} | options)
+    assert asked["kv_cache_dtype"] == dtype
 
 
 def test_a_real_run() -> None:
