@@ -130,7 +130,12 @@ def bench_rollout(
     """Engines on the same prompts, lengths and weights: tokens per second, share of the memory limit, start-up.
 
     A workload is prompts x samples x prompt tokens + answer tokens. Each engine runs in a process of its own; answers
-    are checked for sanity and their log-probs against a full forward of plain transformers.
+    are checked for sanity and their log-probs against a full forward of plain transformers. On a GPU, W and MHz are
+    the mean power and clock of the run that counts: a board at its power cap lowers its clock.
+
+    Options of lockstep: precision, kv, compile, record, step_tokens, max_seqs, kv_gib; of vllm: multiprocessing,
+    async_scheduling, quantization, kv, dtype, max_seqs, python. With lockstep:kv=fp8 and vllm:kv=fp8 both keep keys
+    and values in 8 bits.
     """
     require_writable(out)
     from lockstep.cli import bench_rollout

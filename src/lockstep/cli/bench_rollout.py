@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean
@@ -22,6 +22,7 @@ from rich.console import Console
 from transformers import AutoConfig
 
 import lockstep
+from lockstep.cli.gpu_clocks import Sample, means, sampled
 from lockstep.cli.rollout_engines import ENGINES, OPTIONS, Answer, plain_model, rollout_config
 from lockstep.cli.rollout_workloads import SHAPES, WORKLOADS, Workload, checkpoint, rescore, weight_bytes
 from lockstep.config import ConfigError
@@ -46,6 +47,9 @@ class Result:
     start_seconds: float  # from a checkpoint to the first request
     difference: float | None  # mean |log-prob − that of plain transformers|, nats; None: the engine returns none
     cpu_seconds: float = 0.0  # of this process, all threads: what others on a busy machine change least
+    begun: float = 0.0  # time.monotonic(), which is the same clock in every process
+    watts: float | None = None  # of the device meanwhile, mean; None: unknown
+    mhz: float | None = None
 
     @property
     def tokens_per_s(self) -> float:
@@ -99,6 +103,7 @@ def run_engine(engine: str, folder: Path, workloads: Sequence[Workload], options
             start_seconds=start,
             difference=_difference(run.answers, workload.requests(vocab), module),
             cpu_seconds=run.cpu_seconds,
+            begun=run.begun,
         )
         results.append(result)
     return results
@@ -106,15 +111,16 @@ def run_engine(engine: str, folder: Path, workloads: Sequence[Workload], options
 
 @dataclass(frozen=True, slots=True)
 class Run:
+    begun: float
     seconds: float
     cpu_seconds: float
     answers: list[Answer]
 
 
 def _timed(answer: Any, requests: Sequence[tuple[list[int], int]]) -> Run:
-    begun, cpu_begun = time.perf_counter(), time.process_time()
+    begun, cpu_begun = time.monotonic(), time.process_time()
     answers = answer(requests)
-    return Run(time.perf_counter() - begun, time.process_time() - cpu_begun, answers)
+    return Run(begun, time.monotonic() - begun, time.process_time() - cpu_begun, answers)
 
 
 def _best(answer: Any, requests: Sequence[tuple[list[int], int]]) -> Run:
@@ -171,11 +177,12 @@ def compare(
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     context = max(w.context for w in chosen)
     results: list[Result] = []
-    with checkpoint(SHAPES[shape], layers, context, device) as folder:
+    with checkpoint(SHAPES[shape], layers, context, device) as folder, sampled(device) as samples:
         torch.cuda.empty_cache()
         for engine in engines:
             with console.status(f"{engine} …"):
-                results += _in_process(engine, folder, chosen, threads, console)
+                found = _in_process(engine, folder, chosen, threads, console)
+                results += [_with_clocks(result, samples) for result in found]
     size = f"{shape}{f', {layers} layers' if layers else ''}{f', {threads} thread(s)' if threads else ''}"
     text = f"{size}, {device_name()}\n\n{table(results)}\n"
     console.print(text, markup=False, highlight=False, soft_wrap=True)
@@ -235,6 +242,11 @@ def _in_process(
     return [Result(**fields) for fields in json.loads(results[0].removeprefix(RESULTS))]
 
 
+def _with_clocks(result: Result, samples: Sequence[Sample]) -> Result:
+    watts, mhz = means(samples, result.begun, result.begun + result.seconds)
+    return replace(result, watts=watts, mhz=mhz)
+
+
 def _passed_on(line: str, console: Console) -> bool:
     """What an engine's process has to tell while it runs is shown at once."""
     if told := line.startswith(PROGRESS):
@@ -243,10 +255,10 @@ def _passed_on(line: str, console: Console) -> bool:
 
 
 def table(results: Sequence[Result]) -> str:
-    """Markdown. What is about a GPU's memory is left out where there was none."""
+    """Markdown. What is about a GPU is left out where there was none."""
     on_gpu = any(r.gib for r in results)
     heads = ["workload", "engine", "tok/s", "× vLLM", "s", "prefill s", "ms/step"]
-    heads += [*(["of the limit", "GiB"] if on_gpu else ["tok/CPU s"]), "start s", "Δ log-prob"]
+    heads += [*(["of the limit", "GiB", "W", "MHz"] if on_gpu else ["tok/CPU s"]), "start s", "Δ log-prob"]
     lines = [_row(heads), "|---" * len(heads) + "|"]
     for workload in dict.fromkeys(r.workload for r in results):
         rows = [r for r in results if r.workload == workload]
@@ -259,9 +271,16 @@ def _cells(r: Result, base: float | None, on_gpu: bool) -> list[str]:
     name = ":".join(part for part in r.engine.split(":") if not part.startswith("python="))
     ratio = f"{r.tokens_per_s / base:.2f}" if base else "–"
     cells = [r.workload, name, f"{r.tokens_per_s:,.0f}", ratio, f"{r.seconds:.2f}", f"{r.prefill_seconds:.2f}"]
-    cells += [f"{r.decode_ms:.2f}"]
-    cells += [f"{r.of_limit:.0%}", f"{r.gib:.0f}"] if on_gpu else [f"{r.tokens_per_cpu_s:,.0f}"]
-    return [*cells, f"{r.start_seconds:.0f}", f"{r.difference:.4f}" if r.difference is not None else "–"]
+    cells += [f"{r.decode_ms:.2f}", *(_on_gpu(r) if on_gpu else [f"{r.tokens_per_cpu_s:,.0f}"])]
+    return [*cells, f"{r.start_seconds:.0f}", _shown(r.difference, ".4f")]
+
+
+def _on_gpu(r: Result) -> list[str]:
+    return [f"{r.of_limit:.0%}", f"{r.gib:.0f}", _shown(r.watts, ",.0f"), _shown(r.mhz, ",.0f")]
+
+
+def _shown(value: float | None, form: str) -> str:
+    return "–" if value is None else format(value, form)
 
 
 def _row(cells: Sequence[str]) -> str:

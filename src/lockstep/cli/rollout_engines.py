@@ -95,6 +95,7 @@ def vllm(folder: Path, device: torch.device, options: dict[str, Any]) -> Contend
         dtype=options.get("dtype", "float32" if on_cpu else "bfloat16"),
         max_model_len=options["context"],
         max_num_seqs=options["max_seqs"],
+        kv_cache_dtype=options.get("kv", "auto"),
         max_num_batched_tokens=16_384,
         enable_prefix_caching=True,
         async_scheduling=options.get("async_scheduling", True),
@@ -176,7 +177,7 @@ ENGINES: dict[str, Callable[[Path, torch.device, dict[str, Any]], Contender]] = 
 }
 OPTIONS = {
     "lockstep": ("precision", "kv", "compile", "record", "step_tokens", "max_seqs", "kv_gib"),
-    "vllm": ("multiprocessing", "async_scheduling", "quantization", "dtype", "max_seqs", "python"),
+    "vllm": ("multiprocessing", "async_scheduling", "quantization", "kv", "dtype", "max_seqs", "python"),
     "generate": (),
     "continuous": (),
 }

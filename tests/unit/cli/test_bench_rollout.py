@@ -1,13 +1,23 @@
 from __future__ import annotations
 
+import os
+import sys
+import time
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from rich.console import Console
+from typer.testing import CliRunner
 
+from lockstep.cli import bench_rollout
+from lockstep.cli.bench import bench
 from lockstep.cli.bench_rollout import Result, _options, compare, run_engine, table
-from lockstep.cli.rollout_engines import plain_model
+from lockstep.cli.gpu_clocks import Sample
+from lockstep.cli.rollout_engines import ENGINES, OPTIONS, plain_model
 from lockstep.cli.rollout_workloads import SHAPES, WORKLOADS, checkpoint
 from lockstep.config import ConfigError
 
@@ -23,6 +33,8 @@ from lockstep.config import ConfigError
         ("tiny", "8x4x16+32", "lockstep:precision=w4", "lockstep: precision: unknown format 'w4'"),
         ("tiny", "8x4x16+32", "lockstep:step_tokens=1x", "lockstep: step_tokens: .*1x"),
         ("tiny", "8x4x16+32", "vllm:python=/gone", "there is no interpreter /gone"),
+        ("tiny", "8x4x16+32", "vllm:kv=fp8", "vllm is not installed here; vllm:python=PATH names"),
+        ("tiny", "8x4x16+32", "vllm:vk=fp8", "unknown option of vllm 'vk'; choices: .*kv"),
     ],
 )
 def test_what_is_unknown_is_refused(shape: str, workload: str, engine: str, message: str) -> None:
@@ -65,15 +77,55 @@ def test_a_table_compares_with_vllm() -> None:
     assert "| 50.00 | 50% |" in lines[2]
 
 
+def test_a_comparison_shows_power_and_clock_of_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def result(engine: str, *asked: Any) -> Result:
+        begun = {"lockstep": 10.0, "generate": 20.0}[engine]
+        return Result(engine, "w", 1000, 1.0, 0.5, 0.25, 11, 1.0, 2.0, None, 1.0, begun)
+
+    samples = [Sample(9.9, 100.0, 1980.0), Sample(10.1, 680.0, 1500.0), Sample(10.9, 690.0, 1401.0)]
+    monkeypatch.setattr(bench_rollout, "sampled", lambda device: nullcontext(samples))
+    monkeypatch.setattr(bench_rollout, "_in_process", lambda *asked: [result(*asked)])
+    compare("tiny", None, ["8x4x16+32"], ["lockstep", "generate"], tmp_path / "table.md", Console(quiet=True))
+    head, _, first, second = (tmp_path / "table.md").read_text().splitlines()[2:6]
+    assert "| of the limit | GiB | W | MHz | start s |" in head
+    assert "| 50% | 1 | 685 | 1,450 | 2 |" in first
+    assert "| 50% | 1 | – | – | 2 |" in second
+
+
+def test_a_table_of_a_cpu_says_nothing_of_a_gpu() -> None:
+    head = table([Result("generate", "w", 1000, 1.0, 0.5, 0.25, 11, 0.0, 2.0, None, 1.0)]).splitlines()[0]
+    assert "| ms/step | tok/CPU s | start s |" in head
+
+
+def test_the_help_names_every_engine_and_option() -> None:
+    shown = " ".join(CliRunner().invoke(bench, ["rollout", "--help"], env={"COLUMNS": "120"}).output.split())
+    assert f"{', '.join(ENGINES)}; options after colons" in shown
+    listed = [f"of {engine}: {', '.join(options)}" for engine, options in OPTIONS.items() if options]
+    assert f"Options {'; '.join(listed)}." in shown
+
+
+@pytest.mark.parametrize(("options", "dtype"), [({}, "auto"), ({"kv": "fp8"}, "fp8")])
+def test_vllm_keeps_keys_and_values_as_told(
+    options: dict[str, Any], dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: dict[str, Any] = {}
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=asked.update))
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    ENGINES["vllm"](Path("model"), torch.device("cuda"), {"context": 64, "max_seqs": 4, "kv_gib": 1.0} | options)
+    assert asked["kv_cache_dtype"] == dtype
+
+
 def test_a_real_run() -> None:
     """The embedded engine on a tiny model: sane answers, and the log-probs of plain transformers."""
     workload = WORKLOADS["8x4x16+32"]
+    before = time.monotonic()
     with checkpoint(SHAPES["tiny"], None, workload.context, torch.device("cpu")) as folder:
         options = _options("lockstep", Path(folder), [workload])
         (found,) = run_engine("lockstep", Path(folder), [workload], options)
     assert found.tokens == sum(n for _, n in workload.requests(512))
     assert found.difference is not None
     assert found.difference < 1e-4
+    assert before < found.begun < found.begun + found.seconds < time.monotonic()
 
 
 def test_bars_of_libraries_are_not_shown(capfd: pytest.CaptureFixture[str]) -> None:
