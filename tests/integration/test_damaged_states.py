@@ -96,7 +96,7 @@ def test_what_a_full_disk_leaves_of_an_export_is_nothing(run: Path, command: Com
         patch.setattr(export, "save_torch_state_dict", full)
         code, _, errors = command("export", "run", "out")
     assert (code != 0, len(errors)) == (True, 1)
-    assert "No space left on device: 'out'" in errors[0]
+    assert "out: No space left on device" in errors[0]
     assert [path.name for path in Path().iterdir()] == ["run"]
     assert command("export", "run", "out")[0] == 0
 
