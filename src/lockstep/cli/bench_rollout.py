@@ -2,35 +2,37 @@
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
-import subprocess
 import sys
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean
-from tempfile import TemporaryFile
-from threading import Timer
 from typing import Any
 
 import torch
 from rich.console import Console
 from transformers import AutoConfig
 
-import lockstep
 from lockstep.cli.gpu_clocks import Sample, means, sampled
-from lockstep.cli.rollout_engines import ENGINES, OPTIONS, Answer, plain_model, rollout_config
+from lockstep.cli.rollout_engines import ENGINES, FLAGS, OPTIONS, Answer, Ask, plain_model, rollout_config
+from lockstep.cli.rollout_processes import (
+    PROGRESS,
+    REFUSED,
+    RESULT,
+    EngineError,
+    ended_by_signals,
+    has_module,
+    tell,
+    told_by,
+)
 from lockstep.cli.rollout_workloads import SHAPES, WORKLOADS, Workload, checkpoint, rescore, weight_bytes
 from lockstep.config import ConfigError
 from lockstep.config.layers import parse_value
 
 LONG, SHORT = 10.0, 2.0  # seconds: what takes less is timed twice, or for so long, and the best one counts
-TIMEOUT = 1200.0  # seconds for one engine
-PROGRESS, RESULTS = "PROGRESS ", "RESULTS "  # how lines begin by which an engine's process reports
 SCORED = 4  # answers that are held against a full forward
 
 
@@ -68,45 +70,50 @@ class Result:
         return self.limit_seconds / (self.seconds - self.prefill_seconds)
 
 
-def run_engine(engine: str, folder: Path, workloads: Sequence[Workload], options: dict[str, Any]) -> list[Result]:
-    """In this process: starts one engine and takes it through the workloads."""
+def run_engine(engine: str, folder: Path, workloads: Sequence[Workload], options: dict[str, Any]) -> Iterator[Result]:
+    """In this process: starts one engine and takes it through the workloads. Each result comes when it is measured, and
+    again when its log-probs have been held against plain transformers, which takes memory and time."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     config = AutoConfig.from_pretrained(folder)
-    vocab = config.vocab_size
     begun = time.perf_counter()
     answer = ENGINES[engine](folder, device, options)
     start = time.perf_counter() - begun
-    print(f"{PROGRESS}{engine} started in {start:.0f} s", flush=True)
+    tell(PROGRESS, f"{engine} started in {start:.0f} s")
     measured = []
     for workload in workloads:
-        requests = workload.requests(vocab)
-        answer([(prompt, min(n, 24)) for prompt, n in requests])  # whatever is compiled on first use
-        prefill = _timed(answer, [(prompt, 1) for prompt, _ in requests]).seconds
-        run = _best(answer, requests)
-        _require_sane(run.answers, requests, vocab)
-        speed = sum(n for _, n in requests) / run.seconds
-        print(f"{PROGRESS}{engine} {workload.name}: {speed:,.0f} tok/s", flush=True)
-        measured.append((workload, run, prefill, _gib_in_use(device)))
-    module = plain_model(folder, device)
-    results = []
-    for workload, run, prefill, gib in measured:
-        tokens = [tokens for tokens, _ in run.answers]
+        run, prefill = _measure(answer, workload.requests(config.vocab_size), config.vocab_size)
         result = Result(
             engine=engine,
             workload=workload.name,
-            tokens=sum(map(len, tokens)),
+            tokens=sum(len(tokens) for tokens, _ in run.answers),
             seconds=run.seconds,
             prefill_seconds=prefill,
-            limit_seconds=workload.limit_seconds(module.config, weight_bytes(folder), vocab),
-            steps=max(map(len, tokens)),
-            gib=gib,
+            limit_seconds=workload.limit_seconds(config, weight_bytes(folder), config.vocab_size),
+            steps=max(len(tokens) for tokens, _ in run.answers),
+            gib=_gib_in_use(device),
             start_seconds=start,
-            difference=_difference(run.answers, workload.requests(vocab), module),
+            difference=None,
             cpu_seconds=run.cpu_seconds,
             begun=run.begun,
         )
-        results.append(result)
-    return results
+        tell(PROGRESS, f"{engine} {workload.name}: {result.tokens_per_s:,.0f} tok/s")
+        yield result
+        measured.append((result, run.answers, workload))
+    module = plain_model(folder, device)
+    for result, answers, workload in measured:
+        yield replace(result, difference=_difference(answers, workload.requests(config.vocab_size), module))
+
+
+def _measure(answer: Any, requests: Sequence[Ask], vocab: int) -> tuple[Run, float]:
+    """The run that counts, and seconds of the same prompts with one token each."""
+    answer([(prompt, min(n, 24)) for prompt, n in requests])  # whatever is compiled on first use
+    first = [(prompt, 1) for prompt, _ in requests]
+    prefill, run = _timed(answer, first), _best(answer, requests)
+    _require_lengths(prefill.answers, first, vocab)
+    _require_lengths(run.answers, requests, vocab)
+    if len({tuple(tokens[:16]) for tokens, _ in run.answers}) < len(run.answers) // 2:
+        raise RuntimeError("more than half of the answers begin alike")
+    return run, prefill.seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,13 +124,13 @@ class Run:
     answers: list[Answer]
 
 
-def _timed(answer: Any, requests: Sequence[tuple[list[int], int]]) -> Run:
+def _timed(answer: Any, requests: Sequence[Ask]) -> Run:
     begun, cpu_begun = time.monotonic(), time.process_time()
     answers = answer(requests)
     return Run(begun, time.monotonic() - begun, time.process_time() - cpu_begun, answers)
 
 
-def _best(answer: Any, requests: Sequence[tuple[list[int], int]]) -> Run:
+def _best(answer: Any, requests: Sequence[Ask]) -> Run:
     """Of what is over in a tenth of a second, single runs differ by half on a machine that others use."""
     runs = [_timed(answer, requests)]
     while sum(run.seconds for run in runs) < SHORT or (len(runs) == 1 and runs[0].seconds < LONG):
@@ -131,7 +138,7 @@ def _best(answer: Any, requests: Sequence[tuple[list[int], int]]) -> Run:
     return min(runs, key=lambda run: run.seconds)
 
 
-def _difference(answers: list[Answer], requests: Sequence[tuple[list[int], int]], module: Any) -> float | None:
+def _difference(answers: list[Answer], requests: Sequence[Ask], module: Any) -> float | None:
     """Of the first answers' log-probs from those of plain transformers; None if the engine returns none."""
     if not answers[0][1]:
         return None
@@ -142,14 +149,12 @@ def _difference(answers: list[Answer], requests: Sequence[tuple[list[int], int]]
     return fmean(abs(x - y) for logp, found in pairs for x, y in zip(logp, found, strict=True))
 
 
-def _require_sane(answers: Sequence[Answer], requests: Sequence[tuple[list[int], int]], vocab: int) -> None:
+def _require_lengths(answers: Sequence[Answer], requests: Sequence[Ask], vocab: int) -> None:
     for (tokens, logp), (_, length) in zip(answers, requests, strict=True):
         if len(tokens) != length or not all(0 <= t < vocab for t in tokens) or any(not x <= 0 for x in logp):
             raise RuntimeError(
                 f"an answer of {len(tokens)} tokens where {length} were asked for, or not of the vocabulary"
             )
-    if len({tuple(tokens[:16]) for tokens, _ in answers}) < len(answers) // 2:
-        raise RuntimeError("more than half of the answers begin alike")
 
 
 def _gib_in_use(device: torch.device) -> float:
@@ -169,22 +174,36 @@ def compare(
     *,
     threads: int | None = None,
 ) -> None:
-    """`engines` are names, with options after colons: `vllm:multiprocessing=0`."""
-    chosen = [WORKLOADS[name] for name in known("workload", workloads, WORKLOADS)]
+    """`engines` are names, with options after colons: `vllm:multiprocessing=0`. What was measured is shown and kept
+    even if an engine fails or somebody ends it all."""
+    names = list(dict.fromkeys(known("workload", workloads, WORKLOADS)))
     known("shape", [shape], SHAPES)
     for engine in engines:
         _require_runnable(engine)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    context = max(w.context for w in chosen)
-    results: list[Result] = []
-    with checkpoint(SHAPES[shape], layers, context, device) as folder, sampled(device) as samples:
-        torch.cuda.empty_cache()
-        for engine in engines:
-            with console.status(f"{engine} …"):
-                found = _in_process(engine, folder, chosen, threads, console)
-                results += [_with_clocks(result, samples) for result in found]
-    size = f"{shape}{f', {layers} layers' if layers else ''}{f', {threads} thread(s)' if threads else ''}"
-    text = f"{size}, {device_name()}\n\n{table(results)}\n"
+    context = max(WORKLOADS[name].context for name in names)
+    results: dict[tuple[int, str], Result] = {}  # by place of the engine, and workload
+    try:
+        with (
+            ended_by_signals(),
+            checkpoint(SHAPES[shape], layers, context, device) as folder,
+            sampled(device) as samples,
+        ):
+            torch.cuda.empty_cache()
+            for place, engine in enumerate(engines):
+                with console.status(f"{engine} …"):
+                    for result in _in_process(engine, folder, names, threads, console):
+                        results[place, result.workload] = _with_clocks(result, samples)
+    except EngineError as failed:
+        console.print(str(failed), markup=False, highlight=False, soft_wrap=True)
+        raise SystemExit(1) from None
+    finally:
+        if results:
+            size = f"{shape}{f', {layers} layers' if layers else ''}{f', {threads} thread(s)' if threads else ''}"
+            _keep(f"{size}, {device_name()}\n\n{table([*results.values()])}\n", out, console)
+
+
+def _keep(text: str, out: Path | None, console: Console) -> None:
     console.print(text, markup=False, highlight=False, soft_wrap=True)
     if out:
         with out.open("a") as file:
@@ -195,63 +214,46 @@ def _require_runnable(engine: str) -> None:
     name, settings = engine.partition(":")[0], _settings(engine)
     known("engine", [name], ENGINES)
     known(f"option of {name}", [*settings], OPTIONS[name])
+    for flag in FLAGS & {*settings}:
+        if settings[flag] not in (True, False):
+            raise ConfigError(f"{engine}: {flag}={settings[flag]} is neither true nor false")
     if name == "lockstep":
         rollout_config({"max_seqs": 1, "kv_gib": 1.0} | settings)
     elif "python" in settings:
-        if shutil.which(str(settings["python"])) is None:
-            raise ConfigError(f"{engine}: there is no interpreter {settings['python']}")
+        _require_vllm(engine, str(settings["python"]))
     elif name == "vllm" and not find_spec("vllm"):
         raise ConfigError("vllm is not installed here; vllm:python=PATH names an interpreter that has it")
+
+
+def _require_vllm(engine: str, python: str) -> None:
+    if shutil.which(python) is None:
+        raise ConfigError(f"{engine}: there is no interpreter {python}")
+    if not has_module(python, "vllm"):
+        raise ConfigError(f"{engine}: vllm is not installed for {python}")
 
 
 def known(kind: str, names: Sequence[str], known: Collection[str]) -> Sequence[str]:
     for name in names:
         if name not in known:
-            raise ConfigError(f"unknown {kind} {name!r}; choices: {', '.join(known)}")
+            raise ConfigError(f"unknown {kind} {name!r}; choices: {', '.join(known) or 'none'}")
     return names
 
 
 def _in_process(
-    engine: str, folder: str, workloads: Sequence[Workload], threads: int | None, console: Console
-) -> list[Result]:
-    python = _settings(engine).get("python", sys.executable)
-    command = [python, "-m", "lockstep.cli.bench_rollout", engine, folder, *(w.name for w in workloads)]
-    paths = [str(Path(lockstep.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}  # another interpreter finds us too
-    if threads is not None:  # vLLM takes them as they are only if it does not bind them itself
-        environment |= {"OMP_NUM_THREADS": str(threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    with (
-        TemporaryFile("w+") as log,
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment) as process,
-    ):
-        killer = Timer(TIMEOUT, process.kill)
-        killer.start()
-        try:
-            lines = [line for line in process.stdout or () if not _passed_on(line, console)]
-        except BaseException:
-            process.kill()
-            raise
-        finally:
-            killer.cancel()
-        process.wait()
-        log.seek(0)
-        results = [line for line in lines if line.startswith(RESULTS)]
-        if process.returncode or not results:
-            tail = "".join([*lines, *log.readlines()][-40:])
-            raise RuntimeError(f"{engine} failed (exit code {process.returncode}):\n{tail}")
-    return [Result(**fields) for fields in json.loads(results[0].removeprefix(RESULTS))]
+    engine: str, folder: str, names: Sequence[str], threads: int | None, console: Console
+) -> Iterator[Result]:
+    python = str(_settings(engine).get("python", sys.executable))
+    command = [python, "-m", "lockstep.cli.bench_rollout", engine, folder, *names]
+    for kind, what in told_by(engine, command, threads):
+        if kind == RESULT:
+            yield Result(**what)
+        else:
+            console.print(what, markup=False, highlight=False)
 
 
 def _with_clocks(result: Result, samples: Sequence[Sample]) -> Result:
     watts, mhz = means(samples, result.begun, result.begun + result.seconds)
     return replace(result, watts=watts, mhz=mhz)
-
-
-def _passed_on(line: str, console: Console) -> bool:
-    """What an engine's process has to tell while it runs is shown at once."""
-    if told := line.startswith(PROGRESS):
-        console.print(line.removeprefix(PROGRESS).strip(), markup=False, highlight=False)
-    return told
 
 
 def table(results: Sequence[Result]) -> str:
@@ -308,16 +310,22 @@ def _options(engine: str, folder: Path, workloads: Sequence[Workload]) -> dict[s
 
 def _settings(engine: str) -> dict[str, Any]:
     """What follows an engine's name."""
-    pairs = (setting.partition("=")[::2] for setting in engine.split(":")[1:])
-    return {key: parse_value(value) for key, value in pairs}
+    settings: dict[str, Any] = {}
+    for key, _, value in (setting.partition("=") for setting in engine.split(":")[1:]):
+        if key in settings:
+            raise ConfigError(f"{engine}: {key} is given twice")
+        settings[key] = parse_value(value)
+    return settings
 
 
 def main(engine: str, folder: str, *names: str) -> None:
     workloads = [WORKLOADS[name] for name in names]
     options = _options(engine, Path(folder), workloads)
-    results = run_engine(engine.partition(":")[0], Path(folder), workloads, options)
-    named = [asdict(result) | {"engine": engine} for result in results]
-    print(RESULTS + json.dumps(named), flush=True)
+    try:
+        for result in run_engine(engine.partition(":")[0], Path(folder), workloads, options):
+            tell(RESULT, asdict(result) | {"engine": engine})
+    except ConfigError as error:
+        tell(REFUSED, f"{engine}: {error}")
 
 
 if __name__ == "__main__":

@@ -9,16 +9,17 @@ import os
 import signal
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from statistics import fmean
-from subprocess import DEVNULL, PIPE, Popen
+from subprocess import DEVNULL, PIPE, Popen, TimeoutExpired
 from threading import Thread
 
 import torch
 
 QUERY = "power.draw.instant,clocks.sm"  # plain power.draw is the mean of a whole second, longer than some runs
 PERIOD = 100  # milliseconds
+PATIENCE = 5.0  # seconds: after a fault of the driver the tool cannot even be killed
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +39,14 @@ def sampled(device: torch.device) -> Iterator[Sequence[Sample]]:
         yield samples
         return
     reader = Thread(target=_read, args=(process.stdout, samples), daemon=True)
-    with process:
-        try:
-            reader.start()
-            yield samples
-        finally:
-            os.killpg(process.pid, signal.SIGKILL)  # with what it started, which would hold the pipe open
-            reader.join()
+    reader.start()
+    try:
+        yield samples
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)  # with what it started, which would hold the pipe open
+        reader.join(PATIENCE)
+        with suppress(TimeoutExpired):
+            process.wait(PATIENCE)
 
 
 def means(samples: Iterable[Sample], begun: float, ended: float) -> tuple[float | None, float | None]:

@@ -153,15 +153,17 @@ def transformers(folder: Path, device: torch.device, options: dict[str, Any]) ->
 
 
 def continuous_batching(folder: Path, device: torch.device, options: dict[str, Any]) -> Contender:
-    """`generate_batch` of transformers."""
+    """`generate_batch` of transformers, with a manager that stays: making its cache takes longer than short answers."""
     module = plain_model(folder, device)
+    config = GenerationConfig(do_sample=True, top_k=0, eos_token_id=-1, pad_token_id=0)
 
-    @torch.inference_mode()
-    def generate(requests: Sequence[Ask]) -> list[Answer]:
-        longest = max(n for _, n in requests)
-        config = GenerationConfig(max_new_tokens=longest, do_sample=True, top_k=0, eos_token_id=-1, pad_token_id=0)
+    def generate(requests: Sequence[Ask]) -> list[Answer]:  # which computes in a thread of its own, in its own mode
         out = module.generate_batch(
-            inputs=[prompt for prompt, _ in requests], generation_config=config, progress_bar=False
+            inputs=[prompt for prompt, _ in requests],
+            generation_config=config,
+            max_new_tokens=max(n for _, n in requests),
+            persistent_manager=True,
+            progress_bar=False,
         )
         found = [out[key] for key in sorted(out, key=lambda name: int(name.rpartition("_")[2]))]
         return [(list(f.generated_tokens)[:n], []) for f, (_, n) in zip(found, requests, strict=True)]
@@ -182,3 +184,4 @@ OPTIONS = {
     "continuous": (),
 }
 """What may follow an engine's name."""
+FLAGS = frozenset({"record", "multiprocessing", "async_scheduling"})  # of these, what is true or false

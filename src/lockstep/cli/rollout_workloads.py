@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, Qwen3Config, Qwen3MoeConfig
 
+from lockstep.config import ConfigError
 from lockstep.models.loading import quietly
 from lockstep.models.tiny import byte_tokenizer
 
@@ -32,6 +33,8 @@ class Shape:
 
     def cut(self, layers: int | None) -> Shape:
         """With fewer layers, if told how many."""
+        if layers and layers > self.options["num_hidden_layers"]:
+            raise ConfigError(f"{layers} layers: {self.name} has {self.options['num_hidden_layers']}")
         return replace(self, options=self.options | {"num_hidden_layers": layers}) if layers else self
 
     def module(self, context: int, device: torch.device, seed: int = 0) -> PreTrainedModel:

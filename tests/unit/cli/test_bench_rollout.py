@@ -3,7 +3,9 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +19,8 @@ from lockstep.cli import bench_rollout
 from lockstep.cli.bench import bench
 from lockstep.cli.bench_rollout import Result, _options, compare, run_engine, table
 from lockstep.cli.gpu_clocks import Sample
-from lockstep.cli.rollout_engines import ENGINES, OPTIONS, plain_model
+from lockstep.cli.rollout_engines import ENGINES, OPTIONS, continuous_batching, plain_model
+from lockstep.cli.rollout_processes import EngineError
 from lockstep.cli.rollout_workloads import SHAPES, WORKLOADS, checkpoint
 from lockstep.config import ConfigError
 
@@ -33,6 +36,17 @@ from lockstep.config import ConfigError
         ("tiny", "8x4x16+32", "lockstep:precision=w4", "lockstep: precision: unknown format 'w4'"),
         ("tiny", "8x4x16+32", "lockstep:step_tokens=1x", "lockstep: step_tokens: .*1x"),
         ("tiny", "8x4x16+32", "vllm:python=/gone", "there is no interpreter /gone"),
+        ("tiny", "8x4x16+32", f"vllm:python={sys.executable}", "vllm is not installed for "),
+        ("tiny", "8x4x16+32", "vllm:multiprocessing=maybe", "multiprocessing=maybe is neither true nor false"),
+        ("tiny", "8x4x16+32", "lockstep:record=no", "record=no is neither true nor false"),
+        ("tiny", "8x4x16+32", "lockstep:kv=fp8:kv=high", "lockstep:kv=fp8:kv=high: kv is given twice"),
+        ("tiny", "8x4x16+32", "generate:x=1", "unknown option of generate 'x'; choices: none"),
+        (
+            "tiny",
+            "8x4x16+32",
+            "lockstep:kv_gib=0.00001",
+            "lockstep:kv_gib=0.00001: .* does not hold the keys",
+        ),
         ("tiny", "8x4x16+32", "vllm:kv=fp8", "vllm is not installed here; vllm:python=PATH names"),
         ("tiny", "8x4x16+32", "vllm:vk=fp8", "unknown option of vllm 'vk'; choices: .*kv"),
     ],
@@ -92,6 +106,26 @@ def test_a_comparison_shows_power_and_clock_of_a_gpu(tmp_path: Path, monkeypatch
     assert "| 50% | 1 | – | – | 2 |" in second
 
 
+def test_what_was_measured_outlives_an_engine_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def measured(engine: str, *asked: Any) -> Iterator[Result]:
+        yield Result(engine, "w", 1000, 1.0, 0.5, 0.25, 11, 0.0, 2.0, None, 1.0)
+        if engine == "generate":
+            raise EngineError("generate failed")
+
+    monkeypatch.setattr(bench_rollout, "_in_process", measured)
+    with pytest.raises(SystemExit, match="1"):
+        compare("tiny", None, ["8x4x16+32"], ["lockstep", "generate"], tmp_path / "table.md", Console(quiet=True))
+    assert [line.split("|")[2].strip() for line in (tmp_path / "table.md").read_text().splitlines()[4:6]] == [
+        "lockstep",
+        "generate",
+    ]
+
+
+def test_no_shape_has_more_layers_than_it_has() -> None:
+    with pytest.raises(ConfigError, match="3 layers: tiny has 2"):
+        SHAPES["tiny"].cut(3)
+
+
 def test_a_table_of_a_cpu_says_nothing_of_a_gpu() -> None:
     head = table([Result("generate", "w", 1000, 1.0, 0.5, 0.25, 11, 0.0, 2.0, None, 1.0)]).splitlines()[0]
     assert "| ms/step | tok/CPU s | start s |" in head
@@ -121,11 +155,22 @@ def test_a_real_run() -> None:
     before = time.monotonic()
     with checkpoint(SHAPES["tiny"], None, workload.context, torch.device("cpu")) as folder:
         options = _options("lockstep", Path(folder), [workload])
-        (found,) = run_engine("lockstep", Path(folder), [workload], options)
+        measured, found = run_engine("lockstep", Path(folder), [workload], options)
+    assert measured == replace(found, difference=None), "what is measured comes before it is checked"
     assert found.tokens == sum(n for _, n in workload.requests(512))
     assert found.difference is not None
     assert found.difference < 1e-4
     assert before < found.begun < found.begun + found.seconds < time.monotonic()
+
+
+@pytest.mark.slow  # it makes a cache of all the memory there is
+def test_continuous_batching_answers_as_asked() -> None:
+    """Again and again, with other lengths."""
+    with checkpoint(SHAPES["tiny"], 1, 64, torch.device("cpu")) as folder:
+        answer = continuous_batching(Path(folder), torch.device("cpu"), {})
+        for lengths in ([3, 9], [1, 1]):
+            answers = answer([([5, 6, 7], length) for length in lengths])
+            assert [len(tokens) for tokens, _ in answers] == lengths
 
 
 def test_bars_of_libraries_are_not_shown(capfd: pytest.CaptureFixture[str]) -> None:
