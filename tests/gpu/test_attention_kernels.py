@@ -79,7 +79,7 @@ def test_prefill_attention(dtype: torch.dtype, heads: int, group: int, size: int
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("size", [16, 32, 128])
+@pytest.mark.parametrize("size", [16, 32, 64, 128])
 @pytest.mark.parametrize(("splits", "tile"), CUTS)
 def test_attention_to_8_bit_keys_and_values(
     dtype: torch.dtype, size: int, splits: int, tile: str, monkeypatch: pytest.MonkeyPatch
@@ -88,17 +88,19 @@ def test_attention_to_8_bit_keys_and_values(
     cache = cache_of(2, size, E4M3)
     pages, query = pages_of(3).to(DEVICE), torch.randn(135, 4, size, device=DEVICE).to(dtype)
     start, count = torch.tensor([[60, 0, 77], [30, 100, 5]], device=DEVICE)
-    assert_attends(cache, Segment(slice(0, 135), pages, start, count, longest=100), query, None)
-    assert_attends(cache, Segment(slice(0, 3), pages, start), query[:3], 20)
+    for window in (None, 20):
+        assert_attends(cache, Segment(slice(0, 135), pages, start, count, longest=100), query, window)
+        assert_attends(cache, Segment(slice(0, 3), pages, start), query[:3], window)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_key_that_is_nan_is_not_lost_in_8_bits(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("place", [40, 70])
+def test_a_key_or_value_that_is_nan_is_not_lost_in_8_bits(dtype: torch.dtype, place: int) -> None:
     from lockstep.models.kernels.pointwise import rotate_and_store
 
     cache, table = cache_of(1, 32, E4M3), torch.ones(1, 32, device=DEVICE).to(dtype)
     qkv = torch.randn(1, 3 * 32, device=DEVICE).to(dtype)
-    qkv[0, 40] = torch.nan
+    qkv[0, place] = torch.nan
     slots, pages = torch.tensor([5], device=DEVICE), torch.zeros(1, 1, dtype=torch.int64, device=DEVICE)
     query = rotate_and_store(qkv, None, 0.0, (table, table), slots, cache.layer(0))
     assert query.isfinite().all()

@@ -58,10 +58,10 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     driver._active = None
 
 
-def pages(dtype: torch.dtype) -> Any:
+def pages(dtype: torch.dtype, size: int = SIZE) -> Any:
     from lockstep.models.kv import Pages
 
-    shape = (4, PAGE, HEADS, SIZE)
+    shape = (4, PAGE, HEADS, size)
     scales = (torch.ones(4, HEADS, PAGE),) * 2 if dtype == E4M3 else (None, None)
     return Pages(torch.zeros(shape).to(dtype), torch.zeros(shape).to(dtype), *scales)
 
@@ -86,6 +86,16 @@ def test_decode_attention(
     assert compiled == ["_decode"] + ["_combine"] * (splits > 1 or shared)
 
 
+@pytest.mark.parametrize("size", [32, 64, 256])
+def test_attention_to_8_bits_with_other_heads(size: int, compiled: list[str]) -> None:
+    from lockstep.models.kernels import attention
+
+    query = torch.zeros(512, HEADS * GROUP, size, dtype=BF16)
+    attention.decode(query, pages(E4M3, size), numbers(512, 4), numbers(512), 0.1, None)
+    attention.prefill(query, pages(E4M3, size), numbers(2, 16), numbers(2), numbers(2) + 256, 256, 0.1, None)
+    assert compiled == ["_decode", "_prefill"]
+
+
 def test_two_warps_hold_few_sums() -> None:
     """They have no registers for those of 8 members with 8 queries each."""
     from lockstep.models.kernels.attention import LARGE, MANY, SMALL, choose_tile
@@ -93,6 +103,7 @@ def test_two_warps_hold_few_sums() -> None:
     assert choose_tile(256, 132, 4, 128) == choose_tile(256, 132, 8 * 4, 128) == SMALL
     assert choose_tile(2048, 132, 4, 128) == choose_tile(2048, 132, 8 * 2, 128) == LARGE
     assert choose_tile(256, 132, 8 * 8, 128) == choose_tile(2048, 132, 8 * 4, 128) == MANY
+    assert choose_tile(2048, 132, 4, 128, num_bytes=4) == MANY
 
 
 @pytest.mark.parametrize(

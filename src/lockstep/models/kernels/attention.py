@@ -42,7 +42,7 @@ class Tile:
 
 
 SMALL, LARGE, MANY = Tile(32, 2, 4), Tile(64, 2, 2), Tile(64, 4, 2)  # found on an H200
-SMALL_SUMS, LARGE_SUMS = 32 * 128, 16 * 128  # values of the queries of a program, at most: warps have so many registers
+SMALL_SUMS, LARGE_SUMS = 32 * 128, 16 * 128  # values of a program's queries for which two warps have registers
 SPARSE, AT_ONCE, DENSE = 4, 6, 15  # programs for each multiprocessor; it runs six of SMALL at the same time
 PREFILLED = 64  # queries of a program that prefills
 
@@ -64,7 +64,8 @@ def decode(
     splits, common = num_splits(batch * heads, processors), 0
     if shared is not None:
         common = fill(triton.cdiv(batch, MEMBERS) * heads, processors)
-    pieces, tile = splits + common, choose_tile(batch * heads, processors, (MEMBERS if common else 1) * group, size)
+    pieces, queries = splits + common, (MEMBERS if common else 1) * group
+    tile = choose_tile(batch * heads, processors, queries, size, query_BHD.element_size())
     partial = out if pieces == 1 else query_BHD.new_empty(pieces, batch, num_queries, size + 2, dtype=torch.float32)
     _decode[heads, batch, pieces](  # the heads of a sequence run together: their keys lie side by side
         query_BHD, *cache, pages_BP, lengths_B, *(shared or (None,) * 4), partial, scale * LOG2E, pages_BP.stride(0),
@@ -80,12 +81,12 @@ def decode(
     return out
 
 
-def choose_tile(programs: int, processors: int, queries: int, size: int) -> Tile:
-    """Small ones for few programs; and more warps where the `queries` of each are many."""
+def choose_tile(programs: int, processors: int, queries: int, size: int, num_bytes: int = 2) -> Tile:
+    """Small ones for few programs; and more warps where the `queries` of each are many, or float32."""
     sums = num_rows(queries) * size
     if programs <= SPARSE * processors and sums <= SMALL_SUMS:
         return SMALL
-    return LARGE if sums <= LARGE_SUMS else MANY
+    return LARGE if sums <= LARGE_SUMS and num_bytes == 2 else MANY
 
 
 def prefill(
