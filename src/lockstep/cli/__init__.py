@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import sys
 from typing import NoReturn
@@ -10,15 +9,6 @@ from typing import NoReturn
 from lockstep.config import ConfigError
 
 FAILED, BAD_INPUT, GOVERNED, STOPPED = 1, 2, 3, 130
-# Of a path that was given; a full disk is none of them.
-WRONG_PATH = {
-    errno.EACCES,
-    errno.EPERM,
-    errno.EROFS,
-    errno.ENOTDIR,
-    errno.EISDIR,
-    errno.ENAMETOOLONG,
-}
 
 
 def main() -> NoReturn:
@@ -36,7 +26,8 @@ def main() -> NoReturn:
 
 
 def run() -> int:
-    """Bad input, a full disk and a diverged model are told in one line; anything else is a bug, with its traceback."""
+    """Bad input, what the system refuses and a diverged model are told in one line; anything else is a bug, with its
+    traceback. Paths that a user gave are checked by the command: here they could not be told from others."""
     from lockstep.assembly.outcome import Governed, Interrupted
     from lockstep.cli.app import app
     from lockstep.controller.audit import AuditFailed
@@ -52,13 +43,21 @@ def run() -> int:
     except ConfigError as error:
         return _tell(f"error: {error}", BAD_INPUT)
     except OSError as error:
-        line = f"{error.filename}: {error.strerror}" if error.filename else str(error)
-        return _tell(f"error: {line}", BAD_INPUT if error.errno in WRONG_PATH else FAILED)
+        return _tell(f"error: {_in_words(error)}", FAILED)
     except (FloatingPointError, AuditFailed) as error:
         return _tell(f"error: {error}", FAILED)
     except KeyboardInterrupt:
         return _tell("stopped at once, without saving; the last checkpoint is whole", STOPPED)
     return 0
+
+
+def _in_words(error: OSError) -> str:
+    """One line: the path, or both of a rename, and the reason; a library's may have a text alone, or nothing at all."""
+    if error.filename is None:
+        return " ".join(str(error).split()) or type(error).__name__
+    reason = error.strerror or (os.strerror(error.errno) if error.errno else type(error).__name__)
+    paths = " -> ".join(str(path) for path in (error.filename, error.filename2) if path is not None)
+    return f"{paths}: {reason}"
 
 
 def _tell(line: str, code: int) -> int:

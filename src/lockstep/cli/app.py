@@ -9,7 +9,7 @@ import typer
 
 from lockstep.cli.analyze import analyze
 from lockstep.cli.bench import bench
-from lockstep.cli.options import Overrides, console, require_folder, require_writable
+from lockstep.cli.options import Overrides, console, require_replaceable
 
 app = typer.Typer(
     name="lockstep",
@@ -160,10 +160,10 @@ def report(
 
     folders = [RunFolder.open(run) for run in runs]
     if len(folders) == 1:
-        require_folder(folders[0].root)
+        require_replaceable(folders[0].report)
         path = write_report(folders[0])
     else:
-        require_writable(out)
+        require_replaceable(out)
         path = write_comparison(folders, out)
     console.print(f"wrote {path}", highlight=False)
 
@@ -174,9 +174,10 @@ def recipes(
 ) -> None:
     """List the recipes that come along, or print one: `lockstep recipes quickstart > my.toml`."""
     from lockstep.cli import recipe_files
+    from lockstep.config.loading import read_text
 
     if name:
-        console.print(recipe_files.find(name).read_text(), end="", markup=False, highlight=False, soft_wrap=True)
+        console.print(read_text(recipe_files.find(name)), end="", markup=False, highlight=False, soft_wrap=True)
         return
     for path in recipe_files.packaged():
         console.print(f"[bold]{path.stem:16}[/bold] {recipe_files.first_comment(path)}", highlight=False)

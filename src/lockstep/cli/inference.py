@@ -18,6 +18,7 @@ from lockstep.assembly.roles import Sampling, load_model
 from lockstep.cli import recipe_files
 from lockstep.config import ConfigError, load, resolve
 from lockstep.config.loading import validate
+from lockstep.config.paths import given_path
 from lockstep.controller.checkpoints import read_progress
 from lockstep.data.chat import render_prompt, response_text
 from lockstep.learner.checkpoint import sampled_in
@@ -26,8 +27,17 @@ from lockstep.quant.ladder import HIGH
 from lockstep.report.run_folder import RunFolder
 from lockstep.types import Message, Request, Sample, Trajectory
 
+# Of a recipe: tables and keys that only training reads, but for LOADED, and those that only its samples are drawn by.
+TRAINED = frozenset(
+    {"name", "warmup", "algorithm", "train", "learner", "governor", "checkpoint", "record"}
+    | {"rollout.sleep", "rollout.update", "eval.every"}
+)
+LOADED = "learner.dtype"
+DRAWN = frozenset({"rollout.temperature", "rollout.top_k", "rollout.top_p", "rollout.min_p"})
+
 
 def evaluate(checkpoint: str, overrides: Sequence[str], *, recipe: str | None, show: int, console: Console) -> None:
+    _refuse_unread(overrides)
     path, chosen = checkpoint_and_recipe(checkpoint, overrides, recipe, console)
     if not chosen.eval.samples:
         raise ConfigError("eval.samples is 0: there is nothing to evaluate")
@@ -55,6 +65,15 @@ def evaluate(checkpoint: str, overrides: Sequence[str], *, recipe: str | None, s
     which = f"{checkpoint}, {Path(path).name}," if is_run(checkpoint) else checkpoint
     console.print(Text(f"\n{which} on {chosen.task.name}", style="bold"), soft_wrap=True)
     console.print(_figures(metrics))
+
+
+def _refuse_unread(overrides: Sequence[str]) -> None:
+    """An override without an effect would be taken for what made the figures."""
+    for key in (text.partition("=")[0] for text in overrides):
+        if key in DRAWN:
+            raise ConfigError(f"eval does not read {key}: its answers are greedy, and eval.k more at eval.temperature")
+        if key != LOADED and {key, key.partition(".")[0]} & TRAINED:
+            raise ConfigError(f"eval does not read {key}: it is of training alone")
 
 
 def _figures(metrics: Mapping[str, float]) -> Table:
@@ -119,6 +138,8 @@ def checkpoint_and_recipe(
     Tells which checkpoint of the run it is where the governor had changed something by then, or where a resume has
     changed the precision since.
     """
+    if models := [text for text in overrides if text.partition("=")[0].partition(".")[0] == "model"]:
+        raise ConfigError(f"{models[0]} has no effect: the model is the one of {checkpoint}")
     path = resolve_checkpoint(checkpoint)
     if recipe is not None:
         return path, load(Recipe, recipe_files.find(recipe), overrides)
@@ -137,7 +158,8 @@ def checkpoint_and_recipe(
 
 
 def is_run(checkpoint: str) -> bool:
-    return (Path(checkpoint) / "metrics.jsonl").is_file()
+    with given_path(f"no model at {checkpoint!r}"):
+        return (Path(checkpoint) / "metrics.jsonl").is_file()
 
 
 def resolve_checkpoint(checkpoint: str) -> str:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import NamedTemporaryFile, mkdtemp
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
 from lockstep.config import ConfigError
+from lockstep.config.paths import given_path
 
 console = Console()
 Overrides = Annotated[
@@ -21,23 +22,43 @@ Overrides = Annotated[
 def require_writable(*files: Path | None) -> None:
     """ConfigError, before anything is computed, for a file that could not be written when it is."""
     for file in filter(None, files):
-        new = not os.path.lexists(file)
-        try:
+        with given_path(f"cannot write {file}"):
+            _require_parent(file)
+            new = not file.exists()
             file.open("ab").close()
-        except OSError as error:
-            why = error.strerror if os.path.lexists(file.parent) else f"there is no folder {file.parent}"
-            raise ConfigError(f"cannot write {file}: {why}") from None
-        if new:
-            file.unlink()
+            if new:
+                file.resolve().unlink()  # of a link to nothing, what it points to
+
+
+def require_replaceable(file: Path) -> None:
+    """The same for a file that is written beside its place and then moved there: what it holds now may be read-only."""
+    with given_path(f"cannot write {file}"):
+        _require_parent(file)
+        if file.exists() and not file.is_file():
+            what = "Is a directory" if file.is_dir() else "Is not a regular file"
+            raise ConfigError(f"cannot write {file}: {what}")
+        NamedTemporaryFile(dir=file.parent, prefix=f".{file.name}.", suffix=".tmp").close()
 
 
 def require_folder(folder: Path) -> None:
     """ConfigError for what is no folder to write into, and cannot be made one."""
-    there = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
+    with given_path(f"cannot write into the folder {folder}"):
+        there = next(path for path in (folder, *folder.parents) if _is_there(path))
+        os.rmdir(mkdtemp(dir=there))
+
+
+def _require_parent(file: Path) -> None:
+    if not _is_there(file.parent):
+        raise ConfigError(f"cannot write {file}: there is no folder {file.parent}")
+
+
+def _is_there(path: Path) -> bool:
+    """Also a link to nothing; OSError for what can never be there, such as a name that is too long."""
     try:
-        TemporaryDirectory(dir=there).cleanup()
-    except OSError as error:
-        raise ConfigError(f"cannot write into the folder {folder}: {error.strerror}") from None
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
 
 
 def bytes_text(num: float) -> str:

@@ -15,7 +15,7 @@ from lockstep.assembly.governed import held
 from lockstep.assembly.recipe import Recipe
 from lockstep.assembly.run import train as run_training
 from lockstep.cli import recipe_files
-from lockstep.cli.options import bytes_text
+from lockstep.cli.options import bytes_text, require_folder
 from lockstep.config import ConfigError, resolve
 from lockstep.config.layers import Stack
 from lockstep.config.loading import read_tables
@@ -40,6 +40,8 @@ def train(
         if resume is not None:
             _show_held(chosen, root, console)
         return
+    if resume is not None:
+        require_folder(resume)
     progress = run_training(chosen, root, resume=resume is not None, plain=plain)
     if progress is None:  # not rank 0
         return

@@ -13,6 +13,7 @@ from pydantic.fields import FieldInfo
 
 from lockstep.config.base import Config, ConfigError
 from lockstep.config.layers import Stack, stack
+from lockstep.config.paths import given_path
 from lockstep.config.plugins import Chooser
 from lockstep.config.wording import in_plain_words
 
@@ -34,13 +35,20 @@ def resolve(
 
 def read_tables(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text())
-    except FileNotFoundError:
-        raise ConfigError(f"no recipe at {path}") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read {path}: {error}") from None
+        return tomllib.loads(read_text(path))
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from None
+
+
+def read_text(path: Path) -> str:
+    """The recipe as it was written; ConfigError if it is not there or cannot be read."""
+    with given_path(f"cannot read {path}"):
+        try:
+            return path.read_text(encoding="utf-8")
+        except FileNotFoundError:
+            raise ConfigError(f"no recipe at {path}") from None
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"cannot read {path}: {error}") from None
 
 
 def validate(model: type[Model], tables: Mapping[str, Any], origin: str) -> Model:

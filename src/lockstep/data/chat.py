@@ -27,6 +27,7 @@ def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message
     With a chat template: the template, up to and including the opening of the assistant's turn. Without one: the
     contents alone, joined by newlines, with the tokenizer's own start token if it adds one.
     """
+    _require_unicode(messages)
     if tokenizer.chat_template:
         turns = [{"role": m.role, "content": m.content} for m in messages]
         try:
@@ -38,6 +39,17 @@ def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message
     if tokens and tokens[-1] == tokenizer.eos_token_id:  # some tokenizers close what they encode
         tokens.pop()
     return _not_empty(tokens)
+
+
+def _require_unicode(messages: Sequence[Message]) -> None:
+    """Half a surrogate pair, as Python makes of a byte that is not UTF-8, is a character to no tokenizer."""
+    for message in messages:
+        try:
+            message.content.encode()
+        except UnicodeEncodeError as error:
+            start = max(0, error.start - 20)
+            near = message.content[start : error.start + 20]
+            raise ConfigError(f"a prompt is not valid Unicode, at {near!r}") from None
 
 
 def _not_empty(tokens: list[int]) -> list[int]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config import ConfigError
+from lockstep.config.paths import given_path
 
 Row = Mapping[str, Any]
 
@@ -32,7 +33,8 @@ def read_rows(path: str, split: str) -> Sequence[Row]:
 
 def is_files(path: str) -> bool:
     """Whether `path` names plain files, which have no splits."""
-    return Path(path).is_file() or glob.has_magic(path) or Path(path).suffix in _READERS
+    with given_path(f"cannot read {path}"):
+        return Path(path).is_file() or glob.has_magic(path) or Path(path).suffix in _READERS
 
 
 def _read_files(path: str) -> Sequence[Row]:

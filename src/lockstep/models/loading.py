@@ -25,6 +25,7 @@ from transformers import (
 from transformers.utils import logging
 
 from lockstep.config import Config, ConfigError
+from lockstep.config.paths import given_path
 from lockstep.models.tiny import TinyModel, byte_tokenizer, tiny_model
 
 
@@ -78,7 +79,8 @@ def load(config: ModelConfig, *, dtype: torch.dtype, device: torch.device, seed:
 
 def read_config(path: str) -> PreTrainedConfig:
     """The config of a checkpoint in high precision, without its weights."""
-    _check_folder(path)
+    with given_path(f"no model at {path!r}"):
+        _check_folder(path)
     try:
         config = AutoConfig.from_pretrained(path)
     except Exception as error:  # as below

@@ -154,6 +154,7 @@ class LiveView:
             self._print(f"{name}: {', '.join(filter(None, (about, length)))}" if total else name)
 
     def reached(self, count: int) -> None:
+        """So many of the phase's `unit`s are behind it."""
         self._phase.step = count
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config import ConfigError
+from lockstep.config.paths import given_path
 from lockstep.report.jsonl import Row, keep_rows, read, write_atomically
 
 _CLOCK = frozenset({"step", "time", "wall"})
@@ -37,21 +38,21 @@ class RunFolder:
         """A new run; ConfigError if a run is already there, so that no history is ever written over."""
         folder = cls(root)
         try:
-            root.mkdir(parents=True, exist_ok=True)
-            folder.metrics.touch(exist_ok=False)
+            with given_path(f"cannot make a run in {root}"):
+                root.mkdir(parents=True, exist_ok=True)
+                folder.metrics.touch(exist_ok=False)
         except FileExistsError:
             what = "already holds a run" if root.is_dir() else "is a file"
             raise ConfigError(f"{root} {what}: continue it with --resume {root} or choose another name") from None
-        except OSError as error:
-            raise ConfigError(f"cannot make a run in {root}: {error.strerror}; choose another folder") from None
         return folder
 
     @classmethod
     def open(cls, root: Path) -> RunFolder:
         folder = cls(root)
-        if not folder.metrics.is_file():
-            what = "holds no run (no metrics.jsonl)" if root.is_dir() else "is not a folder"
-            raise ConfigError(f"{root} {what}; a run is a folder such as runs/quickstart")
+        with given_path(f"cannot read {root}"):
+            if not folder.metrics.is_file():
+                what = "holds no run (no metrics.jsonl)" if root.is_dir() else "is not a folder"
+                raise ConfigError(f"{root} {what}; a run is a folder such as runs/quickstart")
         return folder
 
     @property
