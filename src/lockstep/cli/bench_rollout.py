@@ -62,12 +62,17 @@ class Result:
         return self.tokens / self.cpu_seconds
 
     @property
-    def decode_ms(self) -> float:
-        return (self.seconds - self.prefill_seconds) / max(1, self.steps - 1) * 1e3
+    def decode_seconds(self) -> float | None:
+        """None where starting a run takes so long that it hides the answers."""
+        return self.seconds - self.prefill_seconds if self.seconds > self.prefill_seconds else None
 
     @property
-    def of_limit(self) -> float:
-        return self.limit_seconds / (self.seconds - self.prefill_seconds)
+    def decode_ms(self) -> float | None:
+        return self.decode_seconds and self.decode_seconds / max(1, self.steps - 1) * 1e3
+
+    @property
+    def of_limit(self) -> float | None:
+        return self.decode_seconds and self.limit_seconds / self.decode_seconds
 
 
 def run_engine(engine: str, folder: Path, workloads: Sequence[Workload], options: dict[str, Any]) -> Iterator[Result]:
@@ -273,12 +278,12 @@ def _cells(r: Result, base: float | None, on_gpu: bool) -> list[str]:
     name = ":".join(part for part in r.engine.split(":") if not part.startswith("python="))
     ratio = f"{r.tokens_per_s / base:.2f}" if base else "–"
     cells = [r.workload, name, f"{r.tokens_per_s:,.0f}", ratio, f"{r.seconds:.2f}", f"{r.prefill_seconds:.2f}"]
-    cells += [f"{r.decode_ms:.2f}", *(_on_gpu(r) if on_gpu else [f"{r.tokens_per_cpu_s:,.0f}"])]
+    cells += [_shown(r.decode_ms, ".2f"), *(_on_gpu(r) if on_gpu else [f"{r.tokens_per_cpu_s:,.0f}"])]
     return [*cells, f"{r.start_seconds:.0f}", _shown(r.difference, ".4f")]
 
 
 def _on_gpu(r: Result) -> list[str]:
-    return [f"{r.of_limit:.0%}", f"{r.gib:.0f}", _shown(r.watts, ",.0f"), _shown(r.mhz, ",.0f")]
+    return [_shown(r.of_limit, ".0%"), f"{r.gib:.0f}", _shown(r.watts, ",.0f"), _shown(r.mhz, ",.0f")]
 
 
 def _shown(value: float | None, form: str) -> str:

@@ -89,6 +89,7 @@ def test_a_table_compares_with_vllm() -> None:
     lines = table([result("lockstep", 1.0), result("vllm:multiprocessing=0", 2.5)]).splitlines()
     assert [cell.strip() for cell in lines[2].split("|")[3:5]] == ["1,000", "2.50"]
     assert "| 50.00 | 50% |" in lines[2]
+    assert "| 0.50 | 0.50 | – | – |" in table([result("continuous", 0.5)]), "nothing is left for the answers"
 
 
 def test_a_comparison_shows_power_and_clock_of_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
