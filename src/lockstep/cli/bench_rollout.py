@@ -5,7 +5,8 @@ from __future__ import annotations
 import shutil
 import sys
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterator, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -196,8 +197,9 @@ def compare(
         ):
             torch.cuda.empty_cache()
             for place, engine in enumerate(engines):
-                with console.status(f"{engine} …"):
-                    for result in _in_process(engine, folder, names, threads, console):
+                told = _in_process(engine, folder, names, threads, console)
+                with console.status(f"{engine} …"), closing(told):  # ends the process before its checkpoint goes
+                    for result in told:
                         results[place, result.workload] = _with_clocks(result, samples)
     except EngineError as failed:
         console.print(str(failed), markup=False, highlight=False, soft_wrap=True)
@@ -246,14 +248,15 @@ def known(kind: str, names: Sequence[str], known: Collection[str]) -> Sequence[s
 
 def _in_process(
     engine: str, folder: str, names: Sequence[str], threads: int | None, console: Console
-) -> Iterator[Result]:
+) -> Generator[Result, None, None]:
     python = str(_settings(engine).get("python", sys.executable))
     command = [python, "-m", "lockstep.cli.bench_rollout", engine, folder, *names]
-    for kind, what in told_by(engine, command, threads):
-        if kind == RESULT:
-            yield Result(**what)
-        else:
-            console.print(what, markup=False, highlight=False)
+    with closing(told_by(engine, command, threads)) as told:
+        for kind, what in told:
+            if kind == RESULT:
+                yield Result(**what)
+            else:
+                console.print(what, markup=False, highlight=False)
 
 
 def _with_clocks(result: Result, samples: Sequence[Sample]) -> Result:

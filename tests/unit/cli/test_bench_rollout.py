@@ -99,7 +99,7 @@ def test_a_comparison_shows_power_and_clock_of_a_gpu(tmp_path: Path, monkeypatch
 
     samples = [Sample(9.9, 100.0, 1980.0), Sample(10.1, 680.0, 1500.0), Sample(10.9, 690.0, 1401.0)]
     monkeypatch.setattr(bench_rollout, "sampled", lambda device: nullcontext(samples))
-    monkeypatch.setattr(bench_rollout, "_in_process", lambda *asked: [result(*asked)])
+    monkeypatch.setattr(bench_rollout, "_in_process", lambda *asked: (result(*one) for one in [asked]))
     compare("tiny", None, ["8x4x16+32"], ["lockstep", "generate"], tmp_path / "table.md", Console(quiet=True))
     head, _, first, second = (tmp_path / "table.md").read_text().splitlines()[2:6]
     assert "| of the limit | GiB | W | MHz | start s |" in head
