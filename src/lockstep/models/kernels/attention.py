@@ -268,7 +268,7 @@ def _add_block(
     sums = ()
     for half in tl.static_range(len(q)):
         added = tl.dot(weight, v[half], input_precision=PRECISION)
-        sums = sums + (acc[half] * fade[:, None] + added,)  # noqa: RUF005
+        sums = sums + (acc[half] * fade[:, None] + added,)  # noqa: RUF005 - as above
     return larger, mass, sums
 
 
