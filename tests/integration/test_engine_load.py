@@ -146,8 +146,8 @@ def test_nothing_is_lost(updates: bool) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_nothing_is_lost_of_five_thousand() -> None:
-    load = under_load(120, updates=True, seed=4)
-    assert len(load.asked) >= 4000
+    load = under_load(130, updates=True, seed=4)
+    assert len(load.asked) >= 5000
     check(load)
     print(
         f"{len(load.asked)} requests, {load.version} updates, worst |log-prob difference| {load.worst_difference():.2e}"

@@ -97,20 +97,31 @@ def bench_linear(
 
 @bench.command("mismatch")
 def bench_mismatch(
+    models: Annotated[list[str] | None, typer.Argument(help="dense, mixture; both by default")] = None,
     steps: Annotated[int, typer.Option(min=1, help="steps of RL per line, after a first one")] = 4,
     warmup: Annotated[int, typer.Option(min=1, help="supervised updates before them, once per model")] = 200,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda; in bfloat16 on a GPU, in float32 on a CPU")] = "cpu",
     out: Annotated[Path | None, typer.Option(help="keep the tables here, as Markdown")] = None,
     json: Annotated[Path | None, typer.Option(help="keep the result here")] = None,
 ) -> None:
-    """Every low-bit format on the CPU: the gap between sampler and learner, aligned and not, and what a sync costs.
+    """Every low-bit format: the gap between sampler and learner, aligned and not, and what a sync costs.
 
     A tiny dense model and a tiny mixture make real training steps; k3, F(2) and the largest weight are measured after
-    updates. A sync is timed through copies and in shared memory, with the bytes it publishes.
+    updates. On a CPU a sync is timed through copies and in shared memory, with the bytes it publishes; on a GPU that is
+    what `lockstep bench sync` does.
     """
     require_writable(out, json)
     from lockstep.cli import bench_mismatch
 
-    bench_mismatch.compare(steps=steps, warmup=warmup, out=out, json_out=json, console=console)
+    bench_mismatch.compare(
+        models or (),
+        device=device,
+        steps=steps,
+        warmup=warmup,
+        out=out,
+        json_out=json,
+        console=console,
+    )
 
 
 @bench.command("rollout")

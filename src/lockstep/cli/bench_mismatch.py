@@ -14,16 +14,19 @@ import time
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
-from importlib import metadata
 from pathlib import Path
 from statistics import fmean, median
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import torch
 from rich.console import Console
 
+from lockstep import __version__
+from lockstep.assembly.devices import choose_device
 from lockstep.assembly.recipe import Recipe
 from lockstep.assembly.roles import Training, load_model
+from lockstep.cli.bench_rollout import known
 from lockstep.cli.benchmarks import processor, write_into
 from lockstep.cli.warm_start import continued, warmed_up
 from lockstep.config import choices
@@ -50,6 +53,10 @@ class Gap:
     f2: float  # mean
     w_max: float  # of all
 
+    @property
+    def in_words(self) -> str:
+        return f"k3 {self.k3:.1e}, F(2) {self.f2:.2%}, max w {self.w_max:.4g}"
+
 
 @dataclass(frozen=True, slots=True)
 class Row:
@@ -69,15 +76,79 @@ class Sync:
     shared_ms: float
 
 
-def compare(*, steps: int, warmup: int, out: Path | None, json_out: Path | None, console: Console) -> None:
-    console.print(conditions(steps, warmup), highlight=False, soft_wrap=True)
-    gaps, syncs = list(_gaps(steps, warmup, console)), list(_syncs(console))
-    text = f"{conditions(steps, warmup)}\n\n{gap_table(gaps)}\n\n{sync_table(syncs)}"
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """What is measured, and where."""
+
+    models: Sequence[str]
+    device: torch.device
+    steps: int  # after the first update, per line
+    warmup: int
+    console: Console
+
+    def gaps(self) -> Iterator[Row]:
+        with TemporaryDirectory() as folder:
+            for model in self.models:
+                self.console.print(f"{model}: warming up", highlight=False)
+                start = warmed_up(Path(folder) / model, SMALL | MODELS[model], self.warmup, device=self.device.type)
+                yield Row(model, HIGH, self._gap(start, HIGH, "none"), None)
+                yield Row(model, KEYS_AND_VALUES, self._gap(start, HIGH, "none", kv="fp8"), None)
+                for precision in precisions():
+                    unaligned, aligned = (self._gap(start, precision, how) for how in ("none", "aligned"))
+                    yield Row(model, in_words(precision), unaligned, aligned)
+
+    def _gap(self, start: Path, precision: Precision, alignment: str, kv: str = "high") -> Gap:
+        changes = {
+            "device": self.device.type,
+            "train": {"steps": self.steps + 1, "prompts": PROMPTS},  # the first step is before any update
+            "rollout": {"precision": precision, "kv_precision": kv, "max_seqs": 8 * PROMPTS, "kv_gib": 0.25},
+            "learner": {"alignment": alignment},
+        }
+        began = time.monotonic()
+        rows = asyncio.run(_reinforce(_recipe(continued(start, changes))))[1:]
+        gap = Gap(
+            k3=fmean(row["mismatch/k3"] for row in rows),
+            f2=fmean(row["mismatch/f2"] for row in rows),
+            w_max=max(row["mismatch/w_max"] for row in rows),
+        )
+        took = f"{time.monotonic() - began:.1f} s"
+        sampler = KEYS_AND_VALUES if kv == "fp8" else in_words(precision)
+        line = f"  {sampler}, learner {alignment}: {gap.in_words} ({took})"
+        self.console.print(line, highlight=False, soft_wrap=True)
+        return gap
+
+    def conditions(self) -> str:
+        """Machine, versions and size of the measurement, in one line."""
+        if self.device.type == "cpu":
+            where = f"{processor()}, {os.cpu_count()} cores, float32"
+        else:
+            where = f"{torch.cuda.get_device_name(self.device)}, bfloat16"
+        after = f"then {self.steps} step{'s' * (self.steps > 1)} after the first update per line"
+        versions = f"lockstep {__version__}, torch {torch.__version__}"
+        return f"{where}; {versions}; {self.warmup} updates of warm-up, {after}."
+
+
+def compare(
+    models: Sequence[str],
+    *,
+    device: str,
+    steps: int,
+    warmup: int,
+    out: Path | None,
+    json_out: Path | None,
+    console: Console,
+) -> None:
+    known("model", models, MODELS)
+    bench = Bench(models or tuple(MODELS), choose_device(device), steps, warmup, console)
+    console.print(bench.conditions(), highlight=False, soft_wrap=True)
+    gaps = list(bench.gaps())
+    syncs = list(_syncs(bench.models, console)) if bench.device.type == "cpu" else []  # a GPU has `bench sync`
+    text = "\n\n".join([bench.conditions(), gap_table(gaps), *([sync_table(syncs)] if syncs else [])])
     console.print(f"\n{text}", markup=False, highlight=False, soft_wrap=True)
     if out is not None:
-        write_into(out, text)
+        write_into(out, text, "measured" if bench.device.type == "cpu" else f"measured, {bench.device.type}")
     if json_out is not None:
-        kept = {"conditions": conditions(steps, warmup), "gaps": [*map(asdict, gaps)], "syncs": [*map(asdict, syncs)]}
+        kept = {"conditions": bench.conditions(), "gaps": [*map(asdict, gaps)], "syncs": [*map(asdict, syncs)]}
         json_out.write_text(json.dumps(kept, indent=2) + "\n")
 
 
@@ -93,39 +164,8 @@ def in_words(precision: Precision) -> str:
     return " ".join([precision["name"], *(f"{key}={value}" for key, value in precision.items() if key != "name")])
 
 
-def _gaps(steps: int, warmup: int, console: Console) -> Iterator[Row]:
-    with TemporaryDirectory() as folder:
-        for model, shape in MODELS.items():
-            console.print(f"{model}: warming up", highlight=False)
-            start = warmed_up(Path(folder) / model, SMALL | shape, warmup)
-            yield Row(model, HIGH, _gap(start, HIGH, "none", steps, console), None)
-            yield Row(model, KEYS_AND_VALUES, _gap(start, HIGH, "none", steps, console, kv="fp8"), None)
-            for precision in precisions():
-                unaligned, aligned = (_gap(start, precision, how, steps, console) for how in ("none", "aligned"))
-                yield Row(model, in_words(precision), unaligned, aligned)
-
-
-def _gap(start: Path, precision: Precision, alignment: str, steps: int, console: Console, kv: str = "high") -> Gap:
-    changes = {
-        "train": {"steps": steps + 1, "prompts": PROMPTS},  # the first step is before any update
-        "rollout": {"precision": precision, "kv_precision": kv},
-        "learner": {"alignment": alignment},
-    }
-    began = time.monotonic()
-    rows = asyncio.run(_reinforce(_recipe(continued(start, changes))))[1:]
-    gap = Gap(
-        k3=fmean(row["mismatch/k3"] for row in rows),
-        f2=fmean(row["mismatch/f2"] for row in rows),
-        w_max=max(row["mismatch/w_max"] for row in rows),
-    )
-    took = f"{time.monotonic() - began:.1f} s"
-    sampler = f"{in_words(precision)}, keys and values {kv}"
-    console.print(f"  {sampler}, learner {alignment}: k3 {gap.k3:.1e} ({took})", highlight=False)
-    return gap
-
-
 def _recipe(tables: Mapping[str, Any]) -> Recipe:
-    return validate(Recipe, {**tables, "device": "cpu"}, "bench mismatch")
+    return validate(Recipe, tables, "bench mismatch")
 
 
 async def _reinforce(recipe: Recipe) -> list[Mapping[str, float]]:
@@ -165,11 +205,11 @@ async def _sync(roles: Training, version: int) -> float:
     return time.perf_counter() - began
 
 
-def _syncs(console: Console) -> Iterator[Sync]:
-    for model, shape in MODELS.items():
+def _syncs(models: Sequence[str], console: Console) -> Iterator[Sync]:
+    for model in models:
         for precision in (HIGH, *precisions()):
-            mib, quantize, copied = asyncio.run(_time_sync(precision, LARGE | shape, max_staleness=1))
-            shared = asyncio.run(_time_sync(precision, LARGE | shape, max_staleness=0))[2]
+            mib, quantize, copied = asyncio.run(_time_sync(precision, LARGE | MODELS[model], max_staleness=1))
+            shared = asyncio.run(_time_sync(precision, LARGE | MODELS[model], max_staleness=0))[2]
             yield Sync(model, in_words(precision), mib, 1e3 * quantize, 1e3 * copied, 1e3 * shared)
             line = f"sync of {model}, {in_words(precision)}: {mib:.1f} MiB in {1e3 * copied:.1f} ms"
             console.print(line, highlight=False)
@@ -178,6 +218,7 @@ def _syncs(console: Console) -> Iterator[Sync]:
 async def _time_sync(precision: Precision, shape: Mapping[str, int], max_staleness: int) -> tuple[float, float, float]:
     """MiB, and the median seconds of quantizing and of syncing. Sampling ahead, the engine has buffers of its own."""
     tables = {
+        "device": "cpu",
         "model": {"init": shape},
         "task": "arithmetic",
         "algorithm": {"surrogate": "grpo"},
@@ -226,10 +267,3 @@ def sync_table(syncs: Sequence[Sync]) -> str:
         for s in syncs
     ]
     return "\n".join(lines)
-
-
-def conditions(steps: int, warmup: int) -> str:
-    """Machine, versions and size of the measurement, in one line."""
-    versions = ", ".join(f"{package} {metadata.version(package)}" for package in ("lockstep-rl", "torch"))
-    size = f"{warmup} updates of warm-up, then {steps} step{'s' * (steps > 1)} after the first update per line"
-    return f"{processor()}, {os.cpu_count()} cores, float32; {versions}; {size}."

@@ -24,13 +24,18 @@ MIXTURE: dict[str, int] = {"hidden": 128, "layers": 4, "heads": 4, "context": 12
 
 
 def warmed_up(
-    root: Path, shape: Mapping[str, int], updates: int, seed: int = 0, task: Mapping[str, Any] | None = None
+    root: Path,
+    shape: Mapping[str, int],
+    updates: int,
+    seed: int = 0,
+    task: Mapping[str, Any] | None = None,
+    device: str = "cpu",
 ) -> Path:
     """The checkpoint of a model that has seen so many batches of the quickstart's demonstrations: as peaked as one that
     has learned something. `task` changes its keys."""
     given = read_tables(recipe_files.find(RECIPE))
     fixed = {
-        "device": "cpu",
+        "device": device,
         "seed": seed,
         "model": {"init": shape},
         "task": given["task"] | (task or {}),

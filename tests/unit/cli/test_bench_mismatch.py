@@ -22,7 +22,7 @@ def test_a_4_bit_learner_that_is_aligned_is_far_closer(tmp_path: Path, monkeypat
     monkeypatch.setattr(bench, "SYNCS", 2)
     console = Console(record=True, width=200)
     page, kept = tmp_path / "page.md", tmp_path / "kept.json"
-    bench.compare(steps=1, warmup=3, out=page, json_out=kept, console=console)
+    bench.compare((), device="cpu", steps=1, warmup=3, out=page, json_out=kept, console=console)
     result = json.loads(kept.read_text())
     high, eight, low = result["gaps"]
     assert (high["precision"], high["aligned"]) == ("high", None), "a learner in high precision is not an aligned one"
@@ -34,6 +34,11 @@ def test_a_4_bit_learner_that_is_aligned_is_far_closer(tmp_path: Path, monkeypat
     assert published["w4a8"] < 0.4 * published["high"]
     assert "| mixture | `w4a8` |" in page.read_text()
     assert "mixture: warming up" in console.export_text()
+
+
+def test_an_unknown_model_is_refused() -> None:
+    with pytest.raises(ConfigError, match="unknown model 'sparse'; choices: dense, mixture"):
+        bench.compare(["sparse"], device="cpu", steps=1, warmup=1, out=None, json_out=None, console=Console())
 
 
 def test_every_format_is_measured() -> None:
