@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config, GraniteConfig, LlamaConfig
 
 from lockstep.models import head as head_module
-from lockstep.models.head import LogitTransform, LogProbHead, install_head
+from lockstep.models.head import LogitTransform, LogProbHead, install_head, keep_logits
 
 ROWS = torch.tensor([0, 2, 3, 8, 9, 10])
 TARGETS = torch.tensor([5, 0, 30, 7, 7, 12])
@@ -97,3 +97,30 @@ def test_a_value_head_starts_at_zero_and_learns_from_the_same_hidden_states() ->
     assert head.value is not None
     assert head.value.weight.grad is not None
     assert head.value.weight.grad.abs().max() > 0
+
+
+def test_float32_logits_are_those_before_the_last_rounding() -> None:
+    """Of a bfloat16 model, from its own forward as from the learner's head; gradients as of the rounded ones."""
+    torch.manual_seed(0)
+    rounded = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES), dtype=torch.bfloat16).eval()
+    with torch.no_grad():
+        rounded.lm_head.weight.mul_(100)  # logits of 10 and more, which bfloat16 rounds by hundredths
+    kept = copy.deepcopy(rounded)
+    keep_logits(kept)
+    tokens = torch.arange(12)[None]
+    hidden = rounded.model(tokens).last_hidden_state
+    exact = hidden.float() @ rounded.lm_head.weight.float().T
+    torch.testing.assert_close(kept(tokens).logits, exact, rtol=1e-6, atol=1e-6)
+    assert kept.state_dict().keys() == rounded.state_dict().keys()
+
+    expected = exact.log_softmax(-1)[0, ROWS].gather(1, TARGETS[:, None]).squeeze(1)
+    found = {}
+    for name, module in (("kept", kept), ("rounded", rounded)):
+        head = install_head(module)
+        with head.scoring(ROWS, TARGETS, 1.0):
+            found[name] = module(tokens).logits[0, :, 0]
+        found[name].sum().backward()
+    torch.testing.assert_close(found["kept"], expected, rtol=1e-5, atol=1e-5)
+    assert (found["rounded"] - expected).abs().mean() > 1e-3, "nothing was rounded: this tests nothing"
+    for ours, theirs in zip(kept.parameters(), rounded.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=0.1, atol=0.1 * theirs.grad.abs().max().item())

@@ -43,7 +43,9 @@ from lockstep.weights import memory as weights_memory
 def load_model(recipe: Recipe, checkpoint: Path | str | None = None) -> Loaded:
     """The recipe's model, or the one in a checkpoint of its run; checked against plain transformers either way."""
     device = choose_device(recipe.device)
-    config = recipe.model if checkpoint is None else ModelConfig(path=str(checkpoint))
+    config = recipe.model
+    if checkpoint is not None:
+        config = ModelConfig(path=str(checkpoint), float32_logits=config.float32_logits)
     loaded = loading.load(config, dtype=recipe.learner.torch_dtype(device), device=device, seed=recipe.seed)
     self_check(loaded.module)
     return loaded

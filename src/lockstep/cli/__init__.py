@@ -28,6 +28,7 @@ def main() -> NoReturn:
 def run() -> int:
     """Bad input, what the system refuses and a diverged model are told in one line; anything else is a bug, with its
     traceback. Paths that a user gave are checked by the command: here they could not be told from others."""
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # PyTorch reads it once: large tensors of a CPU in large pages
     from lockstep.assembly.outcome import Governed, Interrupted
     from lockstep.cli.app import app
     from lockstep.controller.audit import AuditFailed

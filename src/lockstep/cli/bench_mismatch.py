@@ -84,6 +84,7 @@ class Bench:
     device: torch.device
     steps: int  # after the first update, per line
     warmup: int
+    float32_logits: bool
     console: Console
 
     def gaps(self) -> Iterator[Row]:
@@ -104,8 +105,10 @@ class Bench:
             "rollout": {"precision": precision, "kv_precision": kv, "max_seqs": 8 * PROMPTS, "kv_gib": 0.25},
             "learner": {"alignment": alignment},
         }
+        tables = continued(start, changes)
+        tables["model"]["float32_logits"] = self.float32_logits
         began = time.monotonic()
-        rows = asyncio.run(_reinforce(_recipe(continued(start, changes))))[1:]
+        rows = asyncio.run(_reinforce(_recipe(tables)))[1:]
         gap = Gap(
             k3=fmean(row["mismatch/k3"] for row in rows),
             f2=fmean(row["mismatch/f2"] for row in rows),
@@ -124,6 +127,7 @@ class Bench:
         else:
             where = f"{torch.cuda.get_device_name(self.device)}, bfloat16"
         after = f"then {self.steps} step{'s' * (self.steps > 1)} after the first update per line"
+        where += ", logits in float32" * self.float32_logits
         versions = f"lockstep {__version__}, torch {torch.__version__}"
         return f"{where}; {versions}; {self.warmup} updates of warm-up, {after}."
 
@@ -134,12 +138,13 @@ def compare(
     device: str,
     steps: int,
     warmup: int,
+    float32_logits: bool,
     out: Path | None,
     json_out: Path | None,
     console: Console,
 ) -> None:
     known("model", models, MODELS)
-    bench = Bench(models or tuple(MODELS), choose_device(device), steps, warmup, console)
+    bench = Bench(models or tuple(MODELS), choose_device(device), steps, warmup, float32_logits, console)
     console.print(bench.conditions(), highlight=False, soft_wrap=True)
     gaps = list(bench.gaps())
     syncs = list(_syncs(bench.models, console)) if bench.device.type == "cpu" else []  # a GPU has `bench sync`

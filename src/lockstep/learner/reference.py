@@ -22,8 +22,9 @@ class Reference:
     Over several ranks it is sharded like the learner: every rank must make the same calls.
     """
 
-    def __init__(self, path: str, dtype: torch.dtype, ranks: Ranks) -> None:
-        self.module = loading.load(ModelConfig(path=path), dtype=dtype, device=ranks.device, seed=0).module
+    def __init__(self, path: str, dtype: torch.dtype, ranks: Ranks, *, float32_logits: bool) -> None:
+        config = ModelConfig(path=path, float32_logits=float32_logits)
+        self.module = loading.load(config, dtype=dtype, device=ranks.device, seed=0).module
         self_check(self.module)
         use_attention(self.module, varlen.NAME)
         install_head(self.module, with_value=False)

@@ -34,6 +34,7 @@ from lockstep.learner.routes import RouteCheck
 from lockstep.learner.rows import admit
 from lockstep.learner.update_scale import UpdateScale
 from lockstep.learner.updates import Updater
+from lockstep.models.head import find_head
 from lockstep.models.lowbit import LowBitWeights
 from lockstep.models.operators import learner_operators
 from lockstep.models.routing import Routers
@@ -162,7 +163,8 @@ class LearnerCore:
 
     def load_reference(self, path: str) -> None:
         """The checkpoint the algorithm's KL term is to; without one a step fails. Part of no state: see the recipe."""
-        self.updater.reference = Reference(path, self.updater.dtype, self.ranks)
+        float32_logits = find_head(self.updater.module).float32
+        self.updater.reference = Reference(path, self.updater.dtype, self.ranks, float32_logits=float32_logits)
 
     def weights(self) -> dict[str, Tensor]:
         """Whole tensors by their Hugging Face names, tied weights once; on one rank the live ones."""

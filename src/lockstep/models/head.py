@@ -9,7 +9,7 @@ Shapes: R rows asked for, D hidden width, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -18,6 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
+
+from lockstep.config import ConfigError
 
 CHUNK_ELEMENTS = {"cpu": 2**21, "cuda": 2**27}  # logits held at once: cache-sized on a CPU, launch-bound on a GPU
 MIN_ROWS = 256  # every chunk reads and adds to the whole weight once, which fewer rows do not pay for
@@ -40,6 +42,32 @@ class LogitTransform:
         return self.scale if self.softcap is None else self.scale * (1 - (z / self.softcap) ** 2)
 
 
+class Float32Logits(nn.Linear):
+    """An output layer whose logits are not rounded to the model's dtype. In bfloat16 a logit of 10 is rounded to the
+    nearest 1/16: what differs ever so little between sampler and learner becomes a step of that size, or nothing."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return float32_linear(input, self.weight, self.bias)
+
+
+def float32_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`F.linear` without the last rounding: both sum up in float32."""
+    if input.dtype == torch.float32:
+        return F.linear(input, weight, bias)
+    if input.device.type != "cuda":  # has no such product
+        return F.linear(input.float(), weight.float(), None if bias is None else bias.float())
+    raw = torch.mm(input.flatten(0, -2), weight.T, out_dtype=torch.float32).unflatten(0, input.shape[:-1])
+    return raw if bias is None else raw + bias
+
+
+def keep_logits(module: PreTrainedModel) -> None:
+    """In float32, in every view of the model that is made from here on."""
+    linear = module.get_output_embeddings()
+    if type(linear) is not nn.Linear:
+        raise ConfigError(f"model.float32_logits needs a linear output layer; this one is {type(linear).__name__}")
+    linear.__class__ = Float32Logits  # with its parameters, tied or not
+
+
 class LogProbHead(nn.Module):
     """Inside `scoring(…)` the forward gives [1, R, 2 or 3]: log-prob, entropy and, with a value head, the value.
 
@@ -52,6 +80,8 @@ class LogProbHead(nn.Module):
         super().__init__()
         self.weight = linear.weight  # [V, D]
         self.register_parameter("bias", linear.bias)
+        self.float32 = isinstance(linear, Float32Logits)
+        self.product = float32_linear if self.float32 else F.linear
         self.transform = transform
         self.value = _zero_linear(linear) if with_value else None
         self._request: tuple[Tensor, Tensor, float] | None = None
@@ -67,10 +97,12 @@ class LogProbHead(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         if self._request is None:
-            return self.transform(F.linear(hidden, self.weight, self.bias)).to(hidden.dtype)
+            raw = self.product(hidden, self.weight, self.bias)
+            return self.transform(raw).to(raw.dtype)
         rows, targets, temperature = self._request
         hidden = hidden.squeeze(0).index_select(0, rows)
-        outputs = list(_ChunkedLogProb.apply(hidden, self.weight, self.bias, targets, temperature, self.transform))
+        arguments = hidden, self.weight, self.bias, targets, temperature, self.transform, self.product
+        outputs = list(_ChunkedLogProb.apply(*arguments))
         if self.value is not None:
             outputs.append(self.value(hidden).squeeze(-1).float())
         return torch.stack(outputs, dim=-1).unsqueeze(0)
@@ -81,17 +113,24 @@ class _ChunkedLogProb(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, h: Tensor, W: Tensor, bias: Tensor | None, targets: Tensor, T: float, transform: LogitTransform
+        ctx: Any,
+        h: Tensor,
+        W: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        T: float,
+        transform: LogitTransform,
+        product: Callable[..., Tensor],
     ) -> tuple[Tensor, Tensor]:
         logp, entropy, lse = h.new_empty((3, len(h)), dtype=torch.float32)
         for s in _chunks(h, W):
-            z = transform(F.linear(h[s], W, bias)).div_(T)
+            z = transform(product(h[s], W, bias)).div_(T)
             torch.logsumexp(z, -1, out=lse[s])
             torch.sub(z.gather(1, targets[s, None]).squeeze(1), lse[s], out=logp[s])
             z = z.sub_(lse[s, None])
             torch.sum(z.exp().mul_(z), -1, out=entropy[s]).neg_()
         ctx.save_for_backward(h, W, bias, targets, lse)
-        ctx.T, ctx.transform = T, transform
+        ctx.T, ctx.transform, ctx.product = T, transform, product
         ctx.mark_non_differentiable(entropy)
         return logp, entropy
 
@@ -103,7 +142,7 @@ class _ChunkedLogProb(torch.autograd.Function):
         grad_b = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
         for s in _chunks(h, W):
             g = grads[0][s, None]
-            z = ctx.transform(F.linear(h[s], W, bias))
+            z = ctx.transform(ctx.product(h[s], W, bias))
             slope = ctx.transform.slope(z) / ctx.T
             grad_z = z.div_(ctx.T).sub_(lse[s, None]).exp_().mul_(-g)
             grad_z = grad_z.scatter_add_(1, targets[s, None], g).mul_(slope)
@@ -112,7 +151,7 @@ class _ChunkedLogProb(torch.autograd.Function):
             grad_z = grad_z.to(h.dtype)
             torch.mm(grad_z, W, out=grad_h[s])
             _add_outer(grad_W, grad_z, h[s])
-        return grad_h, grad_W.to(W.dtype), None if grad_b is None else grad_b.to(h.dtype), None, None, None
+        return grad_h, grad_W.to(W.dtype), None if grad_b is None else grad_b.to(h.dtype), *(None,) * 4
 
 
 def _add_outer(total: Tensor, a: Tensor, b: Tensor) -> None:

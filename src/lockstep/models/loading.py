@@ -26,6 +26,7 @@ from transformers.utils import logging
 
 from lockstep.config import Config, ConfigError
 from lockstep.config.paths import given_path
+from lockstep.models.head import keep_logits
 from lockstep.models.tiny import TinyModel, byte_tokenizer, tiny_model
 
 
@@ -40,6 +41,8 @@ class ModelConfig(Config):
     """a Hugging Face checkpoint: a folder or a hub name"""
     init: TinyModel | None = None
     """or make a tiny model on the spot, with a byte-level tokenizer"""
+    float32_logits: bool = False
+    """do not round logits to the model's dtype, neither in sampling nor in learning: a smaller gap in bfloat16"""
 
     @model_validator(mode="after")
     def _one_of(self) -> ModelConfig:
@@ -74,6 +77,8 @@ def load(config: ModelConfig, *, dtype: torch.dtype, device: torch.device, seed:
         with quietly():
             module, tokenizer = _load_module(config.path, dtype), load_tokenizer(config.path)
     nn.Module.to(module, device)
+    if config.float32_logits:
+        keep_logits(module)
     return Loaded.of(module, tokenizer)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,10 @@ from lockstep.cli.bench_mismatch import Gap, Row, Sync, gap_table, sync_table
 from lockstep.cli.benchmarks import marks, write_into
 from lockstep.config import ConfigError, choices
 
+compare = partial(
+    bench.compare, device="cpu", steps=1, float32_logits=False, out=None, json_out=None, console=Console()
+)
+
 
 def test_a_4_bit_learner_that_is_aligned_is_far_closer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "precisions", lambda: ["w4a8"])
@@ -22,7 +27,7 @@ def test_a_4_bit_learner_that_is_aligned_is_far_closer(tmp_path: Path, monkeypat
     monkeypatch.setattr(bench, "SYNCS", 2)
     console = Console(record=True, width=200)
     page, kept = tmp_path / "page.md", tmp_path / "kept.json"
-    bench.compare((), device="cpu", steps=1, warmup=3, out=page, json_out=kept, console=console)
+    compare((), warmup=3, out=page, json_out=kept, console=console)
     result = json.loads(kept.read_text())
     high, eight, low = result["gaps"]
     assert (high["precision"], high["aligned"]) == ("high", None), "a learner in high precision is not an aligned one"
@@ -38,7 +43,7 @@ def test_a_4_bit_learner_that_is_aligned_is_far_closer(tmp_path: Path, monkeypat
 
 def test_an_unknown_model_is_refused() -> None:
     with pytest.raises(ConfigError, match="unknown model 'sparse'; choices: dense, mixture"):
-        bench.compare(["sparse"], device="cpu", steps=1, warmup=1, out=None, json_out=None, console=Console())
+        compare(["sparse"], warmup=1)
 
 
 def test_every_format_is_measured() -> None:
