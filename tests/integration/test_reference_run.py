@@ -25,12 +25,13 @@ def recipe(folder: Path, *overrides: str) -> Recipe:
     return load(Recipe, runs.write_recipe(folder), overrides)
 
 
-def test_a_resumed_run_keeps_its_reference_bit_for_bit(tmp_path: Path) -> None:
+@pytest.mark.parametrize("more", [(), ("learner.dtype=bfloat16", "model.float32_logits=true")])
+def test_a_resumed_run_keeps_its_reference_bit_for_bit(tmp_path: Path, more: tuple[str, ...]) -> None:
     straight, broken = tmp_path / "straight", tmp_path / "broken"
-    train(recipe(tmp_path, *KL, "train.steps=4"), straight, plain=True)
-    train(recipe(tmp_path, *KL, "train.steps=2"), broken, plain=True)
+    train(recipe(tmp_path, *KL, *more, "train.steps=4"), straight, plain=True)
+    train(recipe(tmp_path, *KL, *more, "train.steps=2"), broken, plain=True)
     kept = (broken / "reference/model.safetensors").read_bytes()
-    train(recipe(tmp_path, *KL, "train.steps=4"), broken, resume=True, plain=True)
+    train(recipe(tmp_path, *KL, *more, "train.steps=4"), broken, resume=True, plain=True)
     assert (broken / "reference/model.safetensors").read_bytes() == kept
     assert (straight / "reference/model.safetensors").read_bytes() == kept
     assert runs.weights(broken, 4) == runs.weights(straight, 4)
