@@ -48,10 +48,9 @@ CASES = {
     "asleep by turns": ["model.init.experts=4", "rollout.sleep=true", "learner.mini_steps=2"],
     "warm": ["rollout.temperature=1.3", "eval.k=2"],
     "bfloat16": ["learner.dtype=bfloat16"],
-    "bfloat16, logits in float32": ["learner.dtype=bfloat16", "model.float32_logits=true"],
     "float16": ["learner.dtype=float16"],
 }
-HALF = {"bfloat16", "bfloat16, logits in float32", "float16"}
+HALF = {"bfloat16", "float16"}
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -41,6 +41,18 @@ def test_a_resumed_run_keeps_its_reference_bit_for_bit(tmp_path: Path, more: tup
     assert runs.metrics(broken, "policy/kl_ref") == distances
 
 
+def test_a_run_goes_on_that_was_begun_before_a_key_was_known_and_not_with_another_model(tmp_path: Path) -> None:
+    train(recipe(tmp_path, "train.steps=1"), tmp_path / "run", plain=True)
+    path = tmp_path / "run/config.json"
+    config = json.loads(path.read_text())
+    del config["model"]["float32_logits"]
+    path.write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match="was begun with another `model`"):
+        train(recipe(tmp_path, "train.steps=2", "model.float32_logits=true"), tmp_path / "run", resume=True, plain=True)
+    train(recipe(tmp_path, "train.steps=2"), tmp_path / "run", resume=True, plain=True)
+    assert (tmp_path / "run/checkpoints/step-000002").exists()
+
+
 def test_a_run_begun_without_a_reference_cannot_have_one_of_its_own(tmp_path: Path) -> None:
     train(recipe(tmp_path, "train.steps=1"), tmp_path / "run", plain=True)
     assert not (tmp_path / "run/reference").exists()

@@ -112,6 +112,9 @@ def test_float32_logits_are_those_before_the_last_rounding() -> None:
     exact = hidden.float() @ rounded.lm_head.weight.float().T
     torch.testing.assert_close(kept(tokens).logits, exact, rtol=1e-6, atol=1e-6)
     assert kept.state_dict().keys() == rounded.state_dict().keys()
+    whole = copy.deepcopy(rounded).float()
+    keep_logits(whole)
+    assert type(whole.lm_head) is nn.Linear, "there is nothing to keep, and nothing is to become slower"
 
     expected = exact.log_softmax(-1)[0, ROWS].gather(1, TARGETS[:, None]).squeeze(1)
     found = {}

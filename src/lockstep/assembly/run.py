@@ -22,6 +22,7 @@ from lockstep.assembly.roles import Training, learner_core, load_model, low_bit_
 from lockstep.assembly.unlogged import never_logged
 from lockstep.assembly.warmup import Supervised
 from lockstep.config import ConfigError
+from lockstep.config.loading import validate
 from lockstep.controller.audit import Audit
 from lockstep.controller.checkpoints import Checkpoints, Progress, force_to_disk
 from lockstep.controller.loop import Controller, Roles
@@ -98,9 +99,9 @@ def _lead_in(folder: RunFolder, recipe: Recipe, ranks: Ranks, resume: bool, plai
 
 def _refuse_another_run(recipe: Recipe, folder: RunFolder) -> None:
     """Model and seed are what a run is: with others its checkpoint and its order of prompts would not fit."""
-    before, now = folder.read_config(), recipe.model_dump(mode="json")
+    before = validate(Recipe, folder.read_config(), str(folder.config))
     for key in ("model", "seed"):
-        if before[key] != now[key]:
+        if getattr(before, key) != getattr(recipe, key):
             raise ConfigError(f"{folder.root} was begun with another `{key}`: start a new run, or leave it as it was")
 
 

@@ -102,7 +102,7 @@ def bench_mismatch(
     warmup: Annotated[int, typer.Option(min=1, help="supervised updates before them, once per model")] = 200,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda; in bfloat16 on a GPU, in float32 on a CPU")] = "cpu",
     float32_logits: Annotated[
-        bool, typer.Option("--float32-logits", help="with model.float32_logits = true: on a GPU they are rounded else")
+        bool, typer.Option("--float32-logits", help="with model.float32_logits = true; on a CPU nothing is rounded")
     ] = False,
     out: Annotated[Path | None, typer.Option(help="keep the tables here, as Markdown")] = None,
     json: Annotated[Path | None, typer.Option(help="keep the result here")] = None,

@@ -39,7 +39,7 @@ VARIANTS = ({"name": "fp8_w8a8", "block": True}, {"name": "w4a8", "inputs": "fp8
 MODELS = {"dense": {"experts": 0}, "mixture": {"experts": 8}}
 SMALL = {"hidden": 128, "layers": 2, "heads": 4, "context": 128}  # what is trained
 LARGE = {"hidden": 512, "layers": 4, "heads": 8, "context": 64}  # what is synced: copying must outweigh calling
-PROMPTS = 8  # per step, 8 answers each: some 1,700 tokens
+PROMPTS, ANSWERS = 8, 8  # per step, and to each prompt: some 1,700 tokens
 SYNCS = 10
 
 Precision = str | Mapping[str, Any]
@@ -101,8 +101,8 @@ class Bench:
     def _gap(self, start: Path, precision: Precision, alignment: str, kv: str = "high") -> Gap:
         changes = {
             "device": self.device.type,
-            "train": {"steps": self.steps + 1, "prompts": PROMPTS},  # the first step is before any update
-            "rollout": {"precision": precision, "kv_precision": kv, "max_seqs": 8 * PROMPTS, "kv_gib": 0.25},
+            "train": {"steps": self.steps + 1, "prompts": PROMPTS, "group_size": ANSWERS},  # one is before any update
+            "rollout": {"precision": precision, "kv_precision": kv, "max_seqs": PROMPTS * ANSWERS, "kv_gib": 0.25},
             "learner": {"alignment": alignment},
         }
         tables = continued(start, changes)

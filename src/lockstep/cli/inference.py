@@ -138,7 +138,8 @@ def checkpoint_and_recipe(
     Tells which checkpoint of the run it is where the governor had changed something by then, or where a resume has
     changed the precision since.
     """
-    if models := [text for text in overrides if text.partition("=")[0].partition(".")[0] == "model"]:
+    keys = {text: text.partition("=")[0] for text in overrides}
+    if models := [text for text, key in keys.items() if key.split(".")[0] == "model" and key != "model.float32_logits"]:
         raise ConfigError(f"{models[0]} has no effect: the model is the one of {checkpoint}")
     path = resolve_checkpoint(checkpoint)
     if recipe is not None:

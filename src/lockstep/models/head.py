@@ -52,8 +52,6 @@ class Float32Logits(nn.Linear):
 
 def float32_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`F.linear` without the last rounding: both sum up in float32."""
-    if input.dtype == torch.float32:
-        return F.linear(input, weight, bias)
     if input.device.type != "cuda":  # has no such product
         return F.linear(input.float(), weight.float(), None if bias is None else bias.float())
     raw = torch.mm(input.flatten(0, -2), weight.T, out_dtype=torch.float32).unflatten(0, input.shape[:-1])
@@ -61,8 +59,11 @@ def float32_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) ->
 
 
 def keep_logits(module: PreTrainedModel) -> None:
-    """In float32, in every view of the model that is made from here on."""
+    """In float32, in every view of the model that is made from here on. On a CPU that takes long: it has no such
+    product of bfloat16."""
     linear = module.get_output_embeddings()
+    if isinstance(linear, nn.Linear) and linear.weight.dtype == torch.float32:
+        return
     if type(linear) is not nn.Linear:
         raise ConfigError(f"model.float32_logits needs a linear output layer; this one is {type(linear).__name__}")
     linear.__class__ = Float32Logits  # with its parameters, tied or not

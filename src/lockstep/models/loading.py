@@ -42,7 +42,7 @@ class ModelConfig(Config):
     init: TinyModel | None = None
     """or make a tiny model on the spot, with a byte-level tokenizer"""
     float32_logits: bool = False
-    """do not round logits to the model's dtype, neither in sampling nor in learning: a smaller gap in bfloat16"""
+    """of a bfloat16 model: logits are not rounded to its dtype, neither in sampling nor in learning; slow on a CPU"""
 
     @model_validator(mode="after")
     def _one_of(self) -> ModelConfig:
