@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from torch import nn
 
 from engine_support import ask, engine_core, finish, prompt, rescore, sharpen
 from kernel_support import DEVICE, MARKS
@@ -32,7 +33,7 @@ def test_the_product_is_not_rounded(dtype: torch.dtype, bias: bool, lead: tuple[
 def test_captured_steps_draw_from_logits_that_are_not_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     module = sharpen(tiny_model(TinyModel(hidden=64, layers=1, heads=2, context=128), seed=0), std=0.08)
-    half, kinds = copy.deepcopy(module).to(DEVICE, torch.bfloat16), set()
+    half, kinds = nn.Module.to(copy.deepcopy(module), DEVICE, torch.bfloat16), set()
     keep_logits(half)
     monkeypatch.setattr(burst, "sample", lambda logits, batch: kinds.add(logits.dtype) or sample(logits, batch))
     requests = [ask(f"{i}", prompt(20, seed=i), 40, temperature=1.0, seed=i) for i in range(6)]

@@ -9,6 +9,7 @@ from typing import NoReturn
 from lockstep.config import ConfigError
 
 FAILED, BAD_INPUT, GOVERNED, STOPPED = 1, 2, 3, 130
+_STOPPED_LINE = "stopped; what was saved before is whole"
 
 
 def main() -> NoReturn:
@@ -35,8 +36,9 @@ def run() -> int:
 
     try:
         app()
-    except SystemExit as done:
-        return done.code if isinstance(done.code, int) else int(done.code is not None)
+    except SystemExit as done:  # Ctrl-C, too: the command line's own way of ending by it
+        code = done.code if isinstance(done.code, int) else int(done.code is not None)
+        return _tell(_STOPPED_LINE, STOPPED) if code == STOPPED else code
     except Interrupted as stop:
         return _tell(f"{stop}; go on with: lockstep train --resume {stop.root}", STOPPED)
     except Governed as stop:
@@ -48,7 +50,7 @@ def run() -> int:
     except (FloatingPointError, AuditFailed) as error:
         return _tell(f"error: {error}", FAILED)
     except KeyboardInterrupt:
-        return _tell("stopped at once, without saving; the last checkpoint is whole", STOPPED)
+        return _tell(_STOPPED_LINE, STOPPED)
     return 0
 
 

@@ -115,17 +115,21 @@ def bench_mismatch(
     """
     require_writable(out, json)
     from lockstep.cli import bench_mismatch
+    from lockstep.cli.benchmarks import require_page
+    from lockstep.cli.rollout_processes import ended_by_signals
 
-    bench_mismatch.compare(
-        models or (),
-        device=device,
-        steps=steps,
-        warmup=warmup,
-        float32_logits=float32_logits,
-        out=out,
-        json_out=json,
-        console=console,
-    )
+    require_page(out)
+    with ended_by_signals():
+        bench_mismatch.compare(
+            models or (),
+            device=device,
+            steps=steps,
+            warmup=warmup,
+            float32_logits=float32_logits,
+            out=out,
+            json_out=json,
+            console=console,
+        )
 
 
 @bench.command("rollout")
@@ -172,7 +176,9 @@ def bench_sync(
     """
     require_writable(out)
     from lockstep.cli import bench_sync
+    from lockstep.cli.benchmarks import require_page
 
+    require_page(out)
     bench_sync.compare(shape, layers, precision or [], out, console)
 
 
@@ -189,8 +195,12 @@ def bench_routing(
     """
     require_writable(out, json)
     from lockstep.cli import bench_routing
+    from lockstep.cli.benchmarks import require_page
+    from lockstep.cli.rollout_processes import ended_by_signals
 
-    bench_routing.compare(samples=samples, warmup=warmup, out=out, json_out=json, console=console)
+    require_page(out)
+    with ended_by_signals():
+        bench_routing.compare(samples=samples, warmup=warmup, out=out, json_out=json, console=console)
 
 
 @bench.command("routing-cost")
@@ -212,6 +222,8 @@ def bench_routing_cost(
     """
     require_writable(out)
     from lockstep.cli import bench_routing_cost as command
+    from lockstep.cli.benchmarks import require_page
 
+    require_page(out)
     size = command.Size(seqs=seqs, prompt_tokens=prompt_tokens, max_tokens=max_tokens)
     command.compare(shape, layers, size, pairs=pairs, device=device, out=out, console=console)

@@ -120,6 +120,12 @@ class Bench:
         self.console.print(line, highlight=False, soft_wrap=True)
         return gap
 
+    @property
+    def mark(self) -> str:
+        """Of the place in a page that has these tables."""
+        parts = ["measured", *(["cuda"] if self.device.type == "cuda" else [])]
+        return ", ".join([*parts, *(["float32 logits"] if self.float32_logits else [])])
+
     def conditions(self) -> str:
         """Machine, versions and size of the measurement, in one line."""
         if self.device.type == "cpu":
@@ -129,7 +135,7 @@ class Bench:
         after = f"then {self.steps} step{'s' * (self.steps > 1)} after the first update per line"
         where += ", logits in float32" * self.float32_logits
         versions = f"lockstep {__version__}, torch {torch.__version__}"
-        return f"{where}; {versions}; {self.warmup} updates of warm-up, {after}."
+        return f"{where}; {versions}; {self.warmup} update{'s' * (self.warmup > 1)} of warm-up, {after}."
 
 
 def compare(
@@ -144,17 +150,17 @@ def compare(
     console: Console,
 ) -> None:
     known("model", models, MODELS)
-    bench = Bench(models or tuple(MODELS), choose_device(device), steps, warmup, float32_logits, console)
+    bench = Bench(tuple(dict.fromkeys(models or MODELS)), choose_device(device), steps, warmup, float32_logits, console)
     console.print(bench.conditions(), highlight=False, soft_wrap=True)
     gaps = list(bench.gaps())
     syncs = list(_syncs(bench.models, console)) if bench.device.type == "cpu" else []  # a GPU has `bench sync`
     text = "\n\n".join([bench.conditions(), gap_table(gaps), *([sync_table(syncs)] if syncs else [])])
     console.print(f"\n{text}", markup=False, highlight=False, soft_wrap=True)
-    if out is not None:
-        write_into(out, text, "measured" if bench.device.type == "cpu" else f"measured, {bench.device.type}")
     if json_out is not None:
         kept = {"conditions": bench.conditions(), "gaps": [*map(asdict, gaps)], "syncs": [*map(asdict, syncs)]}
         json_out.write_text(json.dumps(kept, indent=2) + "\n")
+    if out is not None:
+        write_into(out, text, bench.mark)
 
 
 def precisions() -> list[Precision]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import platform
+import re
 import signal
 import time
 import traceback
@@ -186,13 +187,26 @@ def marks(name: str) -> tuple[str, str]:
     return f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
 
 
+def require_page(page: Path | None) -> None:
+    """ConfigError, before anything is measured, for what `write_into` could not write into when it is."""
+    if page is None or not page.is_file():
+        return
+    try:
+        text = page.read_text("utf-8")
+    except UnicodeDecodeError:
+        raise ConfigError(f"{page} is not a text in UTF-8") from None
+    for name in re.findall(r"<!-- (.+): begin -->", text):
+        begin, end = marks(name)
+        if end not in text.partition(begin)[2]:
+            raise ConfigError(f"{page} has the mark {begin} without {end} after it")
+
+
 def write_into(page: Path, text: str, name: str = "measured") -> None:
     """Between the marks of that name; at the end of a page that has none. Whatever else is there stays."""
     begin, end = marks(name)
-    old = page.read_text() if page.exists() else ""
+    require_page(page)
+    old = page.read_text("utf-8") if page.exists() else ""
     before, found, rest = old.partition(begin)
-    if found and end not in rest:
-        raise ConfigError(f"{page} has the mark {begin} without {end} after it")
     if not found and old.strip():
         before = old.rstrip() + "\n\n"
     page.write_text(f"{before}{begin}\n{text}\n{end}{rest.partition(end)[2] if found else chr(10)}")

@@ -21,7 +21,10 @@ Overrides = Annotated[
 
 def require_writable(*files: Path | None) -> None:
     """ConfigError, before anything is computed, for a file that could not be written when it is."""
-    for file in filter(None, files):
+    given = [*filter(None, files)]
+    if len({os.path.realpath(file) for file in given}) < len(given):
+        raise ConfigError(f"{given[0]} is named twice: it can hold one thing only")
+    for file in given:
         with given_path(f"cannot write {file}"):
             _require_parent(file)
             new = not file.exists()

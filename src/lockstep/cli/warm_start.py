@@ -13,6 +13,7 @@ import torch
 from lockstep.assembly.recipe import Recipe
 from lockstep.assembly.run import train
 from lockstep.cli import recipe_files
+from lockstep.cli.rollout_processes import ended_by_signals
 from lockstep.config.loading import read_tables, validate
 from lockstep.models import loading
 from lockstep.models.loading import Loaded
@@ -43,7 +44,7 @@ def warmed_up(
         "train": {"steps": 0},
         "eval": {"samples": 0},
     }
-    with redirect_stdout(io.StringIO()):
+    with redirect_stdout(io.StringIO()), ended_by_signals():  # as the caller's, whose handlers a run does not put back
         train(validate(Recipe, given | fixed, RECIPE), root, plain=True)
     found = RunFolder.open(root).result
     assert found is not None, "a run saves before its first step"

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from lockstep.cli import bench_mismatch as bench
 from lockstep.cli.bench_mismatch import Gap, Row, Sync, gap_table, sync_table
-from lockstep.cli.benchmarks import marks, write_into
+from lockstep.cli.benchmarks import marks, require_page, write_into
 from lockstep.config import ConfigError, choices
 
 compare = partial(
@@ -39,6 +39,14 @@ def test_a_4_bit_learner_that_is_aligned_is_far_closer(tmp_path: Path, monkeypat
     assert published["w4a8"] < 0.4 * published["high"]
     assert "| mixture | `w4a8` |" in page.read_text()
     assert "mixture: warming up" in console.export_text()
+
+
+def test_what_is_named_twice_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(bench.Bench, "gaps", lambda self: asked.append(self.models) or [])
+    monkeypatch.setattr(bench, "_syncs", lambda models, console: [])
+    compare(["dense", "dense"], warmup=1)
+    assert asked == [("dense",)]
 
 
 def test_an_unknown_model_is_refused() -> None:
@@ -79,4 +87,9 @@ def test_a_page_keeps_what_stands_around_its_tables(tmp_path: Path) -> None:
     page.write_text(f"{begin}\nprecious\n")
     with pytest.raises(ConfigError, match="without"):
         write_into(page, "one")
+    with pytest.raises(ConfigError, match="without"):
+        require_page(page)
     assert page.read_text() == f"{begin}\nprecious\n"
+    page.write_bytes(b"caf\xe9")
+    with pytest.raises(ConfigError, match=r"page\.md is not a text in UTF-8"):
+        require_page(page)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.cli import BAD_INPUT, FAILED, run
+from lockstep.cli import BAD_INPUT, FAILED, STOPPED, run
 from lockstep.config import ConfigError
 
 
@@ -24,7 +24,7 @@ def renamed(folder: Path) -> OSError:
     return raised.value
 
 
-def said(error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+def said(error: BaseException, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
     def fails() -> None:
         raise error
 
@@ -49,6 +49,13 @@ def test_the_system_s_errors_are_failures(
     error: OSError, line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert said(error, monkeypatch, capsys) == (FAILED, f"error: {line}\n")
+
+
+@pytest.mark.parametrize("end", [KeyboardInterrupt(), SystemExit(130)])
+def test_who_stops_it_is_told(
+    end: BaseException, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert said(end, monkeypatch, capsys) == (STOPPED, "stopped; what was saved before is whole\n")
 
 
 def test_a_failed_rename_names_both_paths(

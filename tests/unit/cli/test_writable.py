@@ -32,6 +32,13 @@ def test_a_link_to_nothing_still_points_to_nothing(tmp_path: Path) -> None:
     assert link.is_symlink()
 
 
+def test_one_file_cannot_hold_two_things(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("page.md")
+    with pytest.raises(ConfigError, match=r"page\.md is named twice"):
+        require_writable(tmp_path / "page.md", None, tmp_path / "link")
+    assert not (tmp_path / "page.md").exists()
+
+
 def test_links_that_lead_nowhere_are_refused(tmp_path: Path) -> None:
     (tmp_path / "loop").symlink_to("loop")
     (tmp_path / "lost").symlink_to("gone/target.md")
