@@ -81,11 +81,15 @@ class LogProbHead(nn.Module):
         super().__init__()
         self.weight = linear.weight  # [V, D]
         self.register_parameter("bias", linear.bias)
-        self.float32 = isinstance(linear, Float32Logits)
-        self.product = float32_linear if self.float32 else F.linear
+        self.product = float32_linear if isinstance(linear, Float32Logits) else F.linear
         self.transform = transform
         self.value = _zero_linear(linear) if with_value else None
         self._request: tuple[Tensor, Tensor, float] | None = None
+
+    @property
+    def float32(self) -> bool:
+        """Whether logits are kept as `Float32Logits` has them."""
+        return self.product is float32_linear
 
     @contextmanager
     def scoring(self, rows: Tensor, targets: Tensor, temperature: float) -> Iterator[None]:
