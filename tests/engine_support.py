@@ -28,7 +28,7 @@ def sharpen(module: PreTrainedModel, seed: int = 0, std: float = 0.2) -> PreTrai
     with torch.no_grad():
         for parameter in module.parameters():
             if parameter.ndim > 1:
-                parameter.normal_(0, std, generator=generator)
+                parameter.copy_(torch.normal(0.0, std, parameter.shape, generator=generator))
     return module.eval()
 
 

@@ -208,6 +208,17 @@ def test_rows_that_lie_by_expert_are_combined_by_token() -> None:
     assert torch.equal(experts.combine(y[order.long()], weights, order), experts.combine(y, weights))
 
 
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="Triton's interpreter rounds to bfloat16 otherwise")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_what_experts_compute_is_rounded_before_it_is_added(dtype: torch.dtype) -> None:
+    from lockstep.models.kernels import experts
+
+    torch.manual_seed(0)
+    y, weights = torch.randn(600, 512, device=DEVICE).bfloat16(), torch.rand(300, 2, device=DEVICE).to(dtype)
+    expected = (y * weights.reshape(-1, 1)).view(300, 2, 512).sum(1).bfloat16()
+    assert torch.equal(experts.combine(y, weights), expected)
+
+
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="the library's grouped product")
 def test_experts_with_many_rows_compute_what_those_with_few_do(monkeypatch: pytest.MonkeyPatch) -> None:
     from lockstep.models.kernels import experts

@@ -86,6 +86,17 @@ def test_decode_attention(
     assert compiled == ["_decode"] + ["_combine"] * (splits > 1 or shared)
 
 
+@pytest.mark.parametrize("rows", [16, 256])
+@pytest.mark.parametrize("shared", [False, True])
+def test_exact_attention(rows: int, shared: bool, compiled: list[str]) -> None:
+    from lockstep.models.kernels import attention
+    from lockstep.models.paged import Shared
+
+    query, groups = torch.zeros(rows, HEADS * GROUP, SIZE, dtype=BF16), Shared(*numbers(4, rows)) if shared else None
+    attention.decode(query, pages(BF16), numbers(rows, 4), numbers(rows), 0.1, None, groups, exact=True)
+    assert compiled == ["_decode"] + ["_combine"] * (rows == 16 or shared)
+
+
 @pytest.mark.parametrize("size", [32, 64, 256])
 def test_attention_to_8_bits_with_other_heads(size: int, compiled: list[str]) -> None:
     from lockstep.models.kernels import attention
@@ -104,6 +115,14 @@ def test_two_warps_hold_few_sums() -> None:
     assert choose_tile(2048, 132, 4, 128) == choose_tile(2048, 132, 8 * 2, 128) == LARGE
     assert choose_tile(256, 132, 8 * 8, 128) == choose_tile(2048, 132, 8 * 4, 128) == MANY
     assert choose_tile(2048, 132, 4, 128, num_bytes=4) == MANY
+
+
+@pytest.mark.parametrize("programs", [8, 256, 768, 2048])
+@pytest.mark.parametrize("queries", [1, 4, 32, 64])
+def test_exact_tiles_have_the_same_keys(programs: int, queries: int) -> None:
+    from lockstep.models.kernels.attention import EXACT_KEYS, choose_tile
+
+    assert choose_tile(programs, 132, queries, 128, exact=True).keys == EXACT_KEYS
 
 
 @pytest.mark.parametrize(
@@ -158,7 +177,9 @@ def test_prefill_attention(cache: torch.dtype, window: int | None, compiled: lis
 
     query, count = torch.zeros(256, HEADS * GROUP, SIZE, dtype=BF16), numbers(2) + 128
     attention.prefill(query, pages(cache), numbers(2, 16), numbers(2), count, 128, 0.1, window)
-    assert compiled == ["_prefill"]
+    lse = torch.zeros(HEADS * GROUP, 256)
+    attention.prefill(query, pages(cache), numbers(2, 16), numbers(2), count, 128, 0.1, window, lse, exact=True)
+    assert compiled == ["_prefill"] * 2
 
 
 @pytest.mark.parametrize("cache", [BF16, E4M3])

@@ -25,6 +25,7 @@ from lockstep.learner.ranks import Ranks
 from lockstep.learner.step import LearnerCore
 from lockstep.learner.update_scale import UpdateScale
 from lockstep.models import loading, varlen
+from lockstep.models.exact import learn_exactly, refuse_inexact
 from lockstep.models.head import install_head
 from lockstep.models.loading import Loaded, ModelConfig
 from lockstep.models.lowbit import LowBitWeights
@@ -121,6 +122,8 @@ class Training(Sampling):
     """All roles of a training run on this process."""
 
     def __init__(self, recipe: Recipe, loaded: Loaded, recorder: Recorder, *, version: int = 0) -> None:
+        if recipe.rollout.exact:
+            refuse_inexact(loaded.module)
         ranks = Ranks.current(loaded.module.device)
         share = recipe.train.max_staleness == 0 and ranks.world == 1
         routers = routers_of(recipe, loaded, lambda text: recorder.event(version, "routing", text))
@@ -218,7 +221,10 @@ def learner_core(
 def learner_view(recipe: Recipe, loaded: Loaded, low_bit: LowBitWeights | None, routers: Routers | None) -> None:
     """Makes the loaded module what the learner runs: packed attention, a log-prob head, routers that obey and, where
     it is to compute what the engine computes, low-bit matrices."""
-    use_attention(loaded.module, varlen.NAME)
+    if recipe.rollout.exact:
+        learn_exactly(loaded.module)
+    else:
+        use_attention(loaded.module, varlen.NAME)
     install_head(loaded.module, with_value=recipe.algorithm.needs_values)
     if low_bit is not None and recipe.learner.alignment == "aligned":
         low_bit.run_by_learner(loaded.module)

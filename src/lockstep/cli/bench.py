@@ -97,7 +97,7 @@ def bench_linear(
 
 @bench.command("mismatch")
 def bench_mismatch(
-    models: Annotated[list[str] | None, typer.Argument(help="dense, mixture; both by default")] = None,
+    models: Annotated[list[str] | None, typer.Argument(help="dense, mixture (by default these), long")] = None,
     steps: Annotated[int, typer.Option(min=1, help="steps of RL per line, after a first one")] = 4,
     warmup: Annotated[int, typer.Option(min=1, help="supervised updates before them, once per model")] = 200,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda; in bfloat16 on a GPU, in float32 on a CPU")] = "cpu",

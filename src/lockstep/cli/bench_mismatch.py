@@ -1,8 +1,9 @@
 """`lockstep bench mismatch`: how far a low-bit sampler and its learner are apart, aligned and not; what a sync costs.
 
-A dense model and a mixture are warmed up once each, so that their distributions are as peaked as a trained model's.
-From there every format makes the same few RL steps with a high-precision learner and with an aligned one; the gap is
-read off the metrics of the steps that follow an update. Syncs are timed apart, on larger models.
+A dense model and a mixture are warmed up once each, so that their distributions are as peaked as a trained model's; a
+third, `long`, is drawn with weights so large that its are, and answers with hundreds of tokens. From there every format
+makes the same few RL steps with a high-precision learner, with an aligned one and, on a GPU, exactly; the gap is read
+off the metrics of the steps that follow an update. Syncs are timed apart, on larger models.
 """
 
 from __future__ import annotations
@@ -28,16 +29,19 @@ from lockstep.assembly.recipe import Recipe
 from lockstep.assembly.roles import Training, load_model
 from lockstep.cli.bench_rollout import known
 from lockstep.cli.benchmarks import processor, write_into
-from lockstep.cli.warm_start import continued, warmed_up
+from lockstep.cli.warm_start import continued, drawn, warmed_up
 from lockstep.config import choices
 from lockstep.config.loading import validate
 from lockstep.report.recorder import Recorders
+from lockstep.rollout.config import RolloutConfig
 
 HIGH = "high"
 KEYS_AND_VALUES = "high, keys and values fp8"
 VARIANTS = ({"name": "fp8_w8a8", "block": True}, {"name": "w4a8", "inputs": "fp8"})
 MODELS = {"dense": {"experts": 0}, "mixture": {"experts": 8}}
 SMALL = {"hidden": 128, "layers": 2, "heads": 4, "context": 128}  # what is trained
+LONG, LONG_STD, LONG_ANSWER = {"hidden": 512, "layers": 8, "heads": 4, "context": 1024, "experts": 0}, 0.06, 600
+ALL = (*MODELS, "long")
 LARGE = {"hidden": 512, "layers": 4, "heads": 8, "context": 64}  # what is synced: copying must outweigh calling
 PROMPTS, ANSWERS = 8, 8  # per step, and to each prompt: some 1,700 tokens
 SYNCS = 10
@@ -63,7 +67,8 @@ class Row:
     model: str
     precision: str
     unaligned: Gap  # the learner in high precision
-    aligned: Gap | None  # None where there is nothing to align: high precision, or keys and values
+    aligned: Gap | None = None  # None where there is nothing to align: high precision, or keys and values
+    exact: Gap | None = None  # None where that is not to be had
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,19 +95,29 @@ class Bench:
     def gaps(self) -> Iterator[Row]:
         with TemporaryDirectory() as folder:
             for model in self.models:
-                self.console.print(f"{model}: warming up", highlight=False)
-                start = warmed_up(Path(folder) / model, SMALL | MODELS[model], self.warmup, device=self.device.type)
-                yield Row(model, HIGH, self._gap(start, HIGH, "none"), None)
-                yield Row(model, KEYS_AND_VALUES, self._gap(start, HIGH, "none", kv="fp8"), None)
+                start = self._start(Path(folder), model)
+                yield Row(model, HIGH, self._gap(start, HIGH, "none"))
+                yield Row(model, KEYS_AND_VALUES, self._gap(start, HIGH, "none", kv="fp8"))
                 for precision in precisions():
                     unaligned, aligned = (self._gap(start, precision, how) for how in ("none", "aligned"))
-                    yield Row(model, in_words(precision), unaligned, aligned)
+                    exactly = self.device.type == "cuda" and model != "mixture" and _batch_invariant(precision)
+                    exact = self._gap(start, precision, "aligned", exact=True) if exactly else None
+                    yield Row(model, in_words(precision), unaligned, aligned, exact)
 
-    def _gap(self, start: Path, precision: Precision, alignment: str, kv: str = "high") -> Gap:
+    def _start(self, folder: Path, model: str) -> Path:
+        """A checkpoint."""
+        if model == "long":
+            return drawn(folder / model, LONG, LONG_STD)
+        self.console.print(f"{model}: warming up", highlight=False)
+        return warmed_up(folder / model, SMALL | MODELS[model], self.warmup, device=self.device.type)
+
+    def _gap(self, start: Path, precision: Precision, alignment: str, kv: str = "high", exact: bool = False) -> Gap:
+        rollout = {"precision": precision, "kv_precision": kv, "exact": exact, "max_seqs": PROMPTS * ANSWERS}
+        size = {"max_tokens": LONG_ANSWER, "kv_gib": 2} if start.name == "long" else {"kv_gib": 0.25}
         changes = {
             "device": self.device.type,
             "train": {"steps": self.steps + 1, "prompts": PROMPTS, "group_size": ANSWERS},  # one is before any update
-            "rollout": {"precision": precision, "kv_precision": kv, "max_seqs": PROMPTS * ANSWERS, "kv_gib": 0.25},
+            "rollout": rollout | size,
             "learner": {"alignment": alignment},
         }
         tables = continued(start, changes)
@@ -116,7 +131,7 @@ class Bench:
         )
         took = f"{time.monotonic() - began:.1f} s"
         sampler = KEYS_AND_VALUES if kv == "fp8" else in_words(precision)
-        line = f"  {sampler}, learner {alignment}: {gap.in_words} ({took})"
+        line = f"  {sampler}, learner {'exact' if exact else alignment}: {gap.in_words} ({took})"
         self.console.print(line, highlight=False, soft_wrap=True)
         return gap
 
@@ -149,11 +164,12 @@ def compare(
     json_out: Path | None,
     console: Console,
 ) -> None:
-    known("model", models, MODELS)
+    known("model", models, ALL)
     bench = Bench(tuple(dict.fromkeys(models or MODELS)), choose_device(device), steps, warmup, float32_logits, console)
     console.print(bench.conditions(), highlight=False, soft_wrap=True)
     gaps = list(bench.gaps())
-    syncs = list(_syncs(bench.models, console)) if bench.device.type == "cpu" else []  # a GPU has `bench sync`
+    synced = [model for model in bench.models if model in MODELS]
+    syncs = list(_syncs(synced, console)) if bench.device.type == "cpu" else []  # a GPU has `bench sync`
     text = "\n\n".join([bench.conditions(), gap_table(gaps), *([sync_table(syncs)] if syncs else [])])
     console.print(f"\n{text}", markup=False, highlight=False, soft_wrap=True)
     if json_out is not None:
@@ -173,6 +189,11 @@ def in_words(precision: Precision) -> str:
     if isinstance(precision, str):
         return precision
     return " ".join([precision["name"], *(f"{key}={value}" for key, value in precision.items() if key != "name")])
+
+
+def _batch_invariant(precision: Precision) -> bool:
+    plugin = validate(RolloutConfig, {"precision": precision}, "bench mismatch").precision
+    return plugin is not None and plugin.build().batch_invariant
 
 
 def _recipe(tables: Mapping[str, Any]) -> Recipe:
@@ -250,14 +271,15 @@ def _time_quantize(roles: Training) -> float:
 
 
 def gap_table(rows: Sequence[Row]) -> str:
-    """Markdown."""
-    lines = [
-        "| model | sampler | learner high: k3 | F(2) | max w | aligned: k3 | F(2) | max w | k3, high / aligned |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
+    """Markdown. How they fare exactly is told where some do."""
+    exactly = any(row.exact for row in rows)
+    header = "| model | sampler | learner high: k3 | F(2) | max w | aligned: k3 | F(2) | max w | k3, high / aligned |"
+    lines = [f"{header} exact: k3 | max w |" if exactly else header, "|---" * (11 if exactly else 9) + "|"]
     for row in rows:
         ratio = f"{row.unaligned.k3 / max(row.aligned.k3, 1e-16):.0e}" if row.aligned else "–"
-        lines.append(f"| {row.model} | `{row.precision}` | {_cells(row.unaligned)} | {_cells(row.aligned)} | {ratio} |")
+        line = f"| {row.model} | `{row.precision}` | {_cells(row.unaligned)} | {_cells(row.aligned)} | {ratio} |"
+        exact = f" {row.exact.k3:.1e} | {row.exact.w_max:.4g} |" if row.exact else " – | – |"
+        lines.append(line + exact if exactly else line)
     return "\n".join(lines)
 
 

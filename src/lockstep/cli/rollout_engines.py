@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from lockstep.config import ConfigError
 from lockstep.config.loading import validate
 from lockstep.models.engine_view import engine_view
+from lockstep.models.exact import refuse_inexact
 from lockstep.models.loading import ModelConfig, load, quietly
 from lockstep.models.lowbit import LowBitWeights
 from lockstep.models.routing import Routers, find_routers
@@ -43,6 +44,8 @@ def lockstep(folder: Path, device: torch.device, options: dict[str, Any]) -> Con
     loaded = load(ModelConfig(path=str(folder)), dtype=dtype, device=device, seed=0)
     self_check(loaded.module)
     config = rollout_config(options)
+    if config.exact:
+        refuse_inexact(loaded.module)
     low_bit = LowBitWeights(loaded.module, config.precision) if config.precision is not None else None
     routers = _recorded(loaded.module) if options.get("record", True) else None
     view = engine_view(loaded.module, share=True, low_bit=low_bit, routers=routers)
@@ -68,6 +71,7 @@ def rollout_config(options: Mapping[str, Any]) -> RolloutConfig:
         "kv_gib": options["kv_gib"],
         "precision": options.get("precision"),
         "kv_precision": options.get("kv", "high"),
+        "exact": options.get("exact", False),
         "compile": options.get("compile", True),
     }
     return validate(RolloutConfig, tables, "lockstep")
@@ -178,7 +182,7 @@ ENGINES: dict[str, Callable[[Path, torch.device, dict[str, Any]], Contender]] = 
     "continuous": continuous_batching,
 }
 OPTIONS = {
-    "lockstep": ("precision", "kv", "compile", "record", "step_tokens", "max_seqs", "kv_gib"),
+    "lockstep": ("precision", "kv", "exact", "compile", "record", "step_tokens", "max_seqs", "kv_gib"),
     "vllm": ("multiprocessing", "async_scheduling", "quantization", "kv", "dtype", "max_seqs", "python"),
     "generate": (),
     "continuous": (),

@@ -69,10 +69,13 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
         memory: Releasable | None = None,
+        exact: bool = False,
     ) -> None:
-        """In `memory`, if it is to be given back at times."""
+        """In `memory`, if it is to be given back at times. `exact`: who attends to it sums up as the learner does, to
+        the last bit."""
         text = config.get_text_config()
         heads, key_size, value_size = kv_shape(text)
+        self.exact = exact
         self.page_size = page_size
         self.num_pages = num_pages
         shape = (text.num_hidden_layers, num_pages, page_size, heads)

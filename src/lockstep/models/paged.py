@@ -133,7 +133,8 @@ def attend(query_NHD: Tensor, layer: int, step: PagedStep, scaling: float, windo
     step.calls.append(layer)
     cache = step.cache.layer(layer)
     if kernels.available(query_NHD.device) and supports(cache):
-        parts = [_attend_fused(query_NHD[s.rows], cache, s, scaling, window) for s in step.segments]
+        exact = step.cache.exact
+        parts = [_attend_fused(query_NHD[s.rows], cache, s, scaling, window, exact) for s in step.segments]
     else:
         parts = [
             _attend(query_NHD[s.rows], cache, s, step.mask(number, window, query_NHD.dtype), scaling)
@@ -143,20 +144,22 @@ def attend(query_NHD: Tensor, layer: int, step: PagedStep, scaling: float, windo
 
 
 def supports(cache: Pages) -> bool:
-    """The kernels want heads whose size is a power of two of at least 16, the same for keys and values."""
+    """The kernels want keys and values of the same size."""
     size = cache.keys.shape[-1]
-    return size == cache.values.shape[-1] and size >= 16 and size & (size - 1) == 0
+    return size == cache.values.shape[-1] and kernels.attends(size)
 
 
-def _attend_fused(query: Tensor, cache: Pages, segment: Segment, scaling: float, window: int | None) -> Tensor:
+def _attend_fused(
+    query: Tensor, cache: Pages, segment: Segment, scaling: float, window: int | None, exact: bool = False
+) -> Tensor:
     from lockstep.models.kernels import attention
 
     query = query.contiguous()
     if segment.count is None:
         shared = segment.shared if window is None else None  # what is shared may have left a window
-        return attention.decode(query, cache, segment.pages, segment.lengths, scaling, window, shared)
+        return attention.decode(query, cache, segment.pages, segment.lengths, scaling, window, shared, exact=exact)
     return attention.prefill(
-        query, cache, segment.pages, segment.start, segment.count, segment.longest, scaling, window
+        query, cache, segment.pages, segment.start, segment.count, segment.longest, scaling, window, exact=exact
     )
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 from typing import Any
 
@@ -23,10 +23,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from lockstep.models import kernels
 from lockstep.models.arguments import refuse_unsupported
+from lockstep.models.kv import Pages
 from lockstep.models.routing import Routing
 
-NAME = "lockstep_varlen"
+NAME, EXACT = "lockstep_varlen", "lockstep_varlen_exact"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,13 @@ class Packed:
     shared: Shared | None = None
     routing: Routing | None = None  # what the routers of a mixture of experts are told; None: they choose
     calls: int = field(default=0)
+
+    @cached_property
+    def pages(self) -> Tensor:
+        """[B, L] where the tokens of each sequence stand among the K; behind its end, anywhere."""
+        places = torch.arange(self.max_seqlen, device=self.cu_seqlens.device)
+        tokens = (self.cu_seqlens[:-1, None] + places).clamp_(max=self.cu_seqlens[-1] - 1)
+        return tokens.long() if self.shared is None else self.shared.spread[tokens]
 
     @cached_property
     def layout(self) -> Layout:
@@ -113,9 +122,10 @@ def attention(
     is_causal: bool | None = None,
     sliding_window: int | None = None,
     lockstep: Packed | None = None,
+    exact: bool = False,
     **extra: Any,
 ) -> tuple[Tensor, None]:
-    """The function transformers calls in every layer; returns [1, K, H, D]."""
+    """The function transformers calls in every layer; returns [1, K, H, D]. `exact`: summed up as by such an engine."""
     if lockstep is None:
         raise ValueError(f"{NAME} needs the forward argument `lockstep`: call the learner's model through `score`")
     refuse_unsupported(module, attention_mask, dropout, is_causal, extra)
@@ -123,8 +133,52 @@ def attention(
     window = sliding_window if sliding_window is not None and sliding_window < lockstep.max_seqlen else None
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))  # [K, H, D]
     fast = q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] == v.shape[-1]
-    run = _fused if fast else _padded
-    return run(q, k, v, lockstep, scaling, window).unsqueeze(0), None
+    if not fast:
+        return _padded(q, k, v, lockstep, scaling, window).unsqueeze(0), None
+    if not kernels.available(q.device) or not kernels.attends(q.shape[-1]):
+        return _fused(q, k, v, lockstep, scaling, window).unsqueeze(0), None
+    scale = q.shape[-1] ** -0.5 if scaling is None else scaling
+    return _AsTheEngine.apply(q, k, v, lockstep, scale, window, exact).unsqueeze(0), None
+
+
+class _AsTheEngine(torch.autograd.Function):
+    """Forward the engine's kernel, so that weights of values are rounded as they were in sampling; backward flash
+    attention's."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, packed: Packed, scale: float, window: int | None, exact: bool
+    ) -> Tensor:
+        from lockstep.models.kernels.attention import prefill
+
+        cu, shared = packed.cu_seqlens, packed.shared
+        k, v = k.contiguous(), v.contiguous()
+        query = q.contiguous() if shared is None else q.index_select(0, shared.spread)
+        lse = query.new_empty(query.shape[1], len(query), dtype=torch.float32)
+        cache = Pages(k[:, None], v[:, None], None, None)  # a token is a page
+        start = torch.zeros_like(cu[:-1])
+        counts, longest = cu.diff(), packed.max_seqlen
+        out = prefill(query, cache, packed.pages, start, counts, longest, scale, window, lse, exact=exact)
+        ctx.save_for_backward(query, k, v, out, lse)
+        ctx.packed, ctx.scale, ctx.window = packed, scale, window
+        return out if shared is None else out.index_select(0, shared.kept)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        query, k, v, out, lse = ctx.saved_tensors
+        cu, longest, shared = ctx.packed.cu_seqlens, ctx.packed.max_seqlen, ctx.packed.shared
+        grad, num_kept = grads[0].contiguous(), len(k)
+        if shared is not None:
+            grad = torch.zeros_like(out).index_copy_(0, shared.kept, grad)
+            k, v = (x.index_select(0, shared.spread) for x in (k, v))
+        unused, left = grad.new_empty(2, dtype=torch.uint64), -1 if ctx.window is None else ctx.window - 1
+        found = torch.ops.aten._flash_attention_backward(
+            grad, query, k, v, out, lse, cu, cu, longest, longest, 0.0, ctx.window is None, unused, unused,
+            scale=ctx.scale, window_size_left=left, window_size_right=0,
+        )  # fmt: skip
+        if shared is not None:
+            found = [x.new_zeros(num_kept, *x.shape[1:]).index_add_(0, shared.spread, x) for x in found]
+        return *found, *(None,) * 4
 
 
 def _fused(q: Tensor, k: Tensor, v: Tensor, packed: Packed, scale: float | None, window: int | None) -> Tensor:
@@ -210,3 +264,4 @@ class _Unpad(torch.autograd.Function):
 
 
 AttentionInterface.register(NAME, attention)
+AttentionInterface.register(EXACT, partial(attention, exact=True))

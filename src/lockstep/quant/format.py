@@ -34,6 +34,11 @@ class Format(ABC):
         """What inputs are encoded in; None: they stay in the compute dtype."""
 
     @property
+    def batch_invariant(self) -> bool:
+        """Whether on a GPU a row's product is the same bits, whatever rows are computed with it."""
+        return False
+
+    @property
     @abstractmethod
     def scheme(self) -> Scheme | None:
         """Its form as a compressed-tensors checkpoint, if both vLLM and transformers load one."""

@@ -41,6 +41,8 @@ class RolloutConfig(Config):
     """memory for keys and values, at most; unset: on a GPU most of what a learner on it leaves, on a CPU 2"""
     kv_precision: Literal["high", "fp8"] = "high"
     """keys and values in the model's precision, or in 8 bits, scaled by head and token: half the memory"""
+    exact: bool = False
+    """on a GPU, in int8_w8a8, w4a8 or fp8_w8a8 with blocks: engine and aligned learner compute the same, bit for bit"""
     sleep: bool = False
     """its memory is the learner's while that learns, which begins when the last answer is there; without staleness"""
     compile: bool = True

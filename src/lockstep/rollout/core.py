@@ -87,8 +87,9 @@ class EngineCore:
         num_pages = self._num_pages(config, dtype, routers)
         self.capacity = num_pages * PAGE_SIZE
         place = {"device": device, "memory": self.memory}
+        pages = {"num_pages": num_pages + 1, "page_size": PAGE_SIZE, "dtype": dtype, "exact": config.exact}
         try:
-            cache = KVCache(self.module.config, num_pages=num_pages + 1, page_size=PAGE_SIZE, dtype=dtype, **place)
+            cache = KVCache(self.module.config, **pages, **place)
             return cache, RouteMemory(routers, self.capacity + PAGE_SIZE, **place) if routers is not None else None
         except (MemoryError, RuntimeError) as error:  # what the driver says, and what PyTorch does
             free = f", of which {free_gib(device):.1f} GiB are free" if device.type == "cuda" else ""

@@ -41,6 +41,20 @@ def test_a_4_bit_learner_that_is_aligned_is_far_closer(tmp_path: Path, monkeypat
     assert "mixture: warming up" in console.export_text()
 
 
+def test_long_answers_are_measured_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "precisions", lambda: ["w4a8"])
+    monkeypatch.setattr(bench, "LONG", {"hidden": 32, "layers": 1, "heads": 2, "context": 128, "experts": 0})
+    monkeypatch.setattr(bench, "LONG_ANSWER", 60)
+    console = Console(record=True, width=200)
+    compare(["long"], warmup=1, console=console)
+    assert "| long | `w4a8` |" in console.export_text()
+
+
+def test_what_exactness_is_to_be_had_for() -> None:
+    exact = {bench.in_words(precision) for precision in bench.precisions() if bench._batch_invariant(precision)}
+    assert exact == {"int8_w8a8", "w4a8", "fp8_w8a8 block=True", "w4a8 inputs=fp8"}
+
+
 def test_what_is_named_twice_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     monkeypatch.setattr(bench.Bench, "gaps", lambda self: asked.append(self.models) or [])
@@ -50,7 +64,7 @@ def test_what_is_named_twice_is_measured_once(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_an_unknown_model_is_refused() -> None:
-    with pytest.raises(ConfigError, match="unknown model 'sparse'; choices: dense, mixture"):
+    with pytest.raises(ConfigError, match="unknown model 'sparse'; choices: dense, mixture, long"):
         compare(["sparse"], warmup=1)
 
 
@@ -63,12 +77,17 @@ def test_every_format_is_measured() -> None:
 
 def test_tables() -> None:
     rows = [
-        Row("dense", "high", Gap(1e-14, 0.0, 1.0), None),
+        Row("dense", "high", Gap(1e-14, 0.0, 1.0)),
         Row("dense", "w4a16", Gap(1e-2, 0.05, 9.0), Gap(1e-6, 0, 1)),
     ]
     high, low = gap_table(rows).splitlines()[2:]
     assert high == "| dense | `high` | 1.0e-14 | 0.00% | 1 | – | – | – | – |"
     assert low == "| dense | `w4a16` | 1.0e-02 | 5.00% | 9 | 1.0e-06 | 0.00% | 1 | 1e+04 |"
+    rows.append(Row("dense", "w4a8", Gap(1e-2, 0.05, 9.0), Gap(1e-6, 0, 1), Gap(1e-13, 0, 1)))
+    header, _, high, _, exact = gap_table(rows).splitlines()
+    assert header.endswith("| exact: k3 | max w |")
+    assert high.endswith("| – | – | – |")
+    assert exact.endswith("| 1e+04 | 1.0e-13 | 1 |")
     syncs = [Sync("dense", "high", 40.0, 0.0, 30.0, 0.2), Sync("dense", "w4a16", 10.0, 50.0, 8.0, 0.2)]
     assert sync_table(syncs).splitlines()[-1] == "| dense | `w4a16` | 10.0 | 25% | 50.0 | 8.0 | 0.2 |"
 

@@ -13,3 +13,8 @@ import torch
 def available(device: torch.device) -> bool:
     """On CUDA, where triton comes with torch; elsewhere only under its interpreter, which is for tests."""
     return find_spec("triton") is not None and (device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1")
+
+
+def attends(size: int) -> bool:
+    """The kernels of attention want heads whose size is a power of two of at least 16."""
+    return size >= 16 and size & (size - 1) == 0

@@ -2,7 +2,13 @@
 
 What `paged.attend` computes in torch, without gathering pages: keys and values are read where they lie, once per
 key/value head for all of its G queries. Scores, softmax and sums are float32; the weights of the values are rounded to
-the queries' type before the product, as flash attention does.
+the queries' type before the product, as flash attention does. But they are taken relative to a power of two, the next
+one above the largest score so far: however keys are cut into blocks, the same weight is rounded in the same way. So a
+decode step, a prefill and the learner, which runs the prefill kernel (`models/varlen.py`), differ by the order of sums.
+
+`exact` leaves out that, too. Scores are rounded to a grid that no power of two moves them off, blocks of keys begin at
+multiples of their size, each is summed by the tensor cores, which give the same bits in any tile, and their sums are
+added in float64, which leaves no order to be seen in what is rounded to 16 bits.
 
 8-bit keys and values are turned into the queries' type as they are read; their scales multiply scores and weights. For
 bfloat16 a head is computed in two halves, its even and its odd values: a pair of bytes is fetched like one number of 16
@@ -27,7 +33,8 @@ from lockstep.models.paged import MEMBERS, Shared
 from lockstep.quant.kernels.triton_decode import FROM_E4M3
 from lockstep.quant.kernels.triton_tiles import DEPENDENT, await_inputs, let_next_start, multiprocessors
 
-LOG2E = 1.4426950408889634
+LOG2E, LN2 = 1.4426950408889634, tl.constexpr(0.6931471805599453)
+GRID = tl.constexpr(1.5 * 2**9)  # added and taken away again, it rounds a float32 to multiples of 2^-14
 MOST_SPLITS = 32
 PAIRS_DECODED = DEPENDENT  # by assembly that there is from Hopper on
 
@@ -42,6 +49,8 @@ class Tile:
 
 
 SMALL, LARGE, MANY = Tile(32, 2, 4), Tile(64, 2, 2), Tile(64, 4, 2)  # found on an H200
+FEW_EXACT = Tile(64, 4, 3)  # takes the place of SMALL: all tiles must have the same keys
+EXACT_KEYS = 64
 SMALL_SUMS, LARGE_SUMS = 32 * 128, 16 * 128  # values of a program's queries for which two warps have registers
 SPARSE, AT_ONCE, DENSE = 4, 6, 15  # programs for each multiprocessor; it runs six of SMALL at the same time
 PREFILLED = 64  # queries of a program that prefills
@@ -55,6 +64,8 @@ def decode(
     scale: float,
     window: int | None,
     shared: Shared | None = None,
+    *,
+    exact: bool = False,
 ) -> Tensor:
     """One query per sequence, which sees the first `lengths` keys of its pages (or the last `window` of these)."""
     batch, num_queries, size = query_BHD.shape
@@ -65,27 +76,30 @@ def decode(
     if shared is not None:
         common = fill(triton.cdiv(batch, MEMBERS) * heads, processors)
     pieces, queries = splits + common, (MEMBERS if common else 1) * group
-    tile = choose_tile(batch * heads, processors, queries, size, query_BHD.element_size())
-    partial = out if pieces == 1 else query_BHD.new_empty(pieces, batch, num_queries, size + 2, dtype=torch.float32)
+    tile = choose_tile(batch * heads, processors, queries, size, query_BHD.element_size(), exact)
+    kind = torch.float64 if exact else torch.float32
+    partial = out if pieces == 1 else query_BHD.new_empty(pieces, batch, num_queries, size + 2, dtype=kind)
     _decode[heads, batch, pieces](  # the heads of a sequence run together: their keys lie side by side
         query_BHD, *cache, pages_BP, lengths_B, *(shared or (None,) * 4), partial, scale * LOG2E, pages_BP.stride(0),
         splits, common, H=heads, G=group, D=size, S=page_size, BLOCK_N=tile.keys, WHOLE=pieces == 1, MEMBERS=MEMBERS,
-        WINDOW=window or 0, PRECISION=_precision(query_BHD), DEPENDENT=DEPENDENT, launch_pdl=DEPENDENT,
-        num_warps=tile.warps, num_stages=tile.stages,
+        WINDOW=window or 0, PRECISION=_precision(query_BHD), EXACT=exact, DEPENDENT=DEPENDENT, launch_pdl=DEPENDENT,
+        num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=not exact,
     )  # fmt: skip
     if pieces > 1:
         _combine[batch, num_queries](
             partial, out, pieces, D=size, MOST=2 * MOST_SPLITS, FEW=4, DEPENDENT=DEPENDENT, launch_pdl=DEPENDENT,
-            num_warps=1,
+            num_warps=1, enable_fp_fusion=not exact,
         )  # fmt: skip
     return out
 
 
-def choose_tile(programs: int, processors: int, queries: int, size: int, num_bytes: int = 2) -> Tile:
+def choose_tile(
+    programs: int, processors: int, queries: int, size: int, num_bytes: int = 2, exact: bool = False
+) -> Tile:
     """Small ones for few programs; and more warps where the `queries` of each are many, or float32."""
     sums = num_rows(queries) * size
     if programs <= SPARSE * processors and sums <= SMALL_SUMS:
-        return SMALL
+        return FEW_EXACT if exact else SMALL
     return LARGE if sums <= LARGE_SUMS and num_bytes == 2 else MANY
 
 
@@ -98,8 +112,12 @@ def prefill(
     longest: int,
     scale: float,
     window: int | None,
+    lse_HN: Tensor | None = None,
+    *,
+    exact: bool = False,
 ) -> Tensor:
-    """`count` queries per sequence, end to end, from position `start` on; each sees the keys up to its own."""
+    """`count` queries per sequence, end to end, from position `start` on; each sees the keys up to its own. The log of
+    each one's sum of exponentials goes to `lse`."""
     _, num_queries, size = query_NHD.shape
     _, page_size, heads, _ = cache.keys.shape
     out = torch.empty_like(query_NHD)
@@ -107,9 +125,10 @@ def prefill(
     start_B, count_B = start_B.contiguous(), count_B.contiguous()
     stages = 3 if size * query_NHD.element_size() <= 256 else 2  # more would not fit
     _prefill[triton.cdiv(longest, PREFILLED), num_queries, len(count_B)](
-        query_NHD, *cache, pages_BP, first_B, start_B, count_B, out, scale * LOG2E,
-        pages_BP.stride(0), HQ=num_queries, H=heads, D=size, S=page_size, BLOCK_M=PREFILLED, BLOCK_N=64,
-        WINDOW=window or 0, PRECISION=_precision(query_NHD), num_warps=4, num_stages=stages,
+        query_NHD, *cache, pages_BP, first_B, start_B, count_B, out, lse_HN, len(query_NHD), scale * LOG2E,
+        pages_BP.stride(0), HQ=num_queries, H=heads, D=size, S=page_size, BLOCK_M=PREFILLED, BLOCK_N=EXACT_KEYS,
+        WINDOW=window or 0, PRECISION=_precision(query_NHD), EXACT=exact, num_warps=4, num_stages=stages,
+        enable_fp_fusion=not exact,
     )  # fmt: skip
     return out
 
@@ -148,7 +167,7 @@ def _decode(
     q_ptr, k_ptr, v_ptr, ks_ptr, vs_ptr, pages_ptr, lengths_ptr, first_ptr, members_ptr, tokens_ptr, before_ptr,
     out_ptr, scale, page_stride, splits, common,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, S: tl.constexpr, BLOCK_N: tl.constexpr, WHOLE: tl.constexpr,
-    MEMBERS: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr, DEPENDENT: tl.constexpr,
+    MEMBERS: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """The first `common` pieces are of what a group shares, longer ones as a rule; the `splits` after them of a
     sequence's own keys."""
@@ -157,7 +176,7 @@ def _decode(
     h, b, piece = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     if piece >= common:
         length = tl.load(lengths_ptr + b).to(tl.int32)
-        begin = tl.load(before_ptr + b).to(tl.int32) if before_ptr is not None else 0
+        begin = _whole_blocks(before_ptr + b, BLOCK_N, EXACT) if before_ptr is not None else 0
         visible = 0
         if WINDOW:
             visible = tl.maximum(length - WINDOW, 0)
@@ -167,25 +186,33 @@ def _decode(
         high = tl.minimum(length, low + share)
         _decode_piece(
             q_ptr, k_ptr, v_ptr, ks_ptr, vs_ptr, pages_ptr + b * page_stride, out_ptr, scale, b, 1, h, low, high,
-            visible, piece, H, G, D, S, BLOCK_N, 1, WHOLE, PRECISION,
+            visible, piece, H, G, D, S, BLOCK_N, 1, WHOLE, PRECISION, EXACT,
         )  # fmt: skip
     elif members_ptr is not None:
         members = tl.load(members_ptr + b).to(tl.int32)
         if members > 0:
-            first, tokens = tl.load(first_ptr + b), tl.load(tokens_ptr + b).to(tl.int32)
+            first, tokens = tl.load(first_ptr + b), _whole_blocks(tokens_ptr + b, BLOCK_N, EXACT)
             share = tl.cdiv(tl.cdiv(tokens, BLOCK_N), common) * BLOCK_N
             low = piece * share
             _decode_piece(
                 q_ptr, k_ptr, v_ptr, ks_ptr, vs_ptr, pages_ptr + first * page_stride, out_ptr, scale, first, members,
                 h, low, tl.minimum(tokens, low + share), 0, piece, H, G, D, S, BLOCK_N, MEMBERS, False, PRECISION,
+                EXACT,
             )  # fmt: skip
+
+
+@triton.jit
+def _whole_blocks(tokens_ptr, BLOCK_N: tl.constexpr, EXACT: tl.constexpr):
+    """How many tokens are read for all who share them: if exact, nobody else's block may begin within one."""
+    tokens = tl.load(tokens_ptr).to(tl.int32)
+    return tokens // BLOCK_N * BLOCK_N if EXACT else tokens
 
 
 @triton.jit
 def _decode_piece(
     q_ptr, k_ptr, v_ptr, ks_ptr, vs_ptr, pages_ptr, out_ptr, scale, b, members, h, low, high, visible, piece,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, S: tl.constexpr, BLOCK_N: tl.constexpr, MEMBERS: tl.constexpr,
-    WHOLE: tl.constexpr, PRECISION: tl.constexpr,
+    WHOLE: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """The queries of up to MEMBERS sequences, from the b-th on, over keys low to high of the same pages."""
     ROWS: tl.constexpr = num_rows(MEMBERS * G)
@@ -194,20 +221,21 @@ def _decode_piece(
     mine = (r // G) < members
     q = _queries(q_ptr, k_ptr, query_rows * D, mine, D)
     top = tl.full([ROWS], float("-inf"), tl.float32)
-    mass = tl.zeros([ROWS], tl.float32)
-    acc = _zeros_like(q)
+    mass = tl.zeros([ROWS], sum_type(EXACT))
+    acc = _zeros_like(q, EXACT)
     for start in range(low, high, BLOCK_N):
         place = start + n
         seen = (place < high) & (place >= visible)
         page = tl.load(pages_ptr + place // S, mask=place < high, other=0).to(tl.int64)
         row, scales = (page * S + place % S) * H + h, (page * H + h) * S + place % S
         top, mass, acc = _add_block(
-            q, k_ptr, v_ptr, ks_ptr, vs_ptr, row, scales, seen, seen[None, :], scale, top, mass, acc, D, PRECISION
-        )
+            q, k_ptr, v_ptr, ks_ptr, vs_ptr, row, scales, seen, seen[None, :], scale, top, mass, acc, D, PRECISION,
+            EXACT,
+        )  # fmt: skip
 
     sums = _joined(acc, D)
     if WHOLE:
-        sums = sums / mass[:, None]
+        sums = sums.to(tl.float32) / mass.to(tl.float32)[:, None]
         tl.store(out_ptr + query_rows[:, None] * D + d, sums.to(out_ptr.dtype.element_ty), mask=mine[:, None])
     else:
         rows = (piece.to(tl.int64) * tl.num_programs(1) * H * G + query_rows) * (D + 2)
@@ -229,11 +257,17 @@ def _queries(q_ptr, k_ptr, row, mine, D: tl.constexpr):
     return parts
 
 
+@triton.constexpr_function
+def sum_type(exact: bool) -> tl.dtype:
+    """Of what is added up block by block."""
+    return tl.float64 if exact else tl.float32
+
+
 @triton.jit
-def _zeros_like(parts):
+def _zeros_like(parts, EXACT: tl.constexpr):
     zeros = ()
     for _ in tl.static_range(len(parts)):
-        zeros = zeros + (tl.zeros(parts[0].shape, tl.float32),)  # noqa: RUF005 - Triton has no starred expressions
+        zeros = zeros + (tl.zeros(parts[0].shape, sum_type(EXACT)),)  # noqa: RUF005 - Triton has no starred expressions
     return zeros
 
 
@@ -245,7 +279,7 @@ def _joined(parts, D: tl.constexpr):
 @triton.jit
 def _add_block(
     q, k_ptr, v_ptr, ks_ptr, vs_ptr, row, scales, there, seen, scale, top, mass, acc, D: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """Running largest score, mass and sums of values, with a block of keys more: those rows of the cache."""
     k = _load(k_ptr, row, there, q[0].dtype, D)
@@ -255,20 +289,23 @@ def _add_block(
     scores *= scale
     if ks_ptr is not None:
         scores *= tl.load(ks_ptr + scales, mask=there, other=0.0)[None, :]
+    if EXACT:
+        scores = (scores + GRID) - GRID
     scores = tl.where(seen, scores, float("-inf"))
-    larger = tl.maximum(top, tl.max(scores, 1))
+    larger = tl.maximum(top, tl.ceil(tl.max(scores, 1)))
     shift = tl.where(larger == float("-inf"), 0.0, larger)
     weight = tl.exp2(scores - shift[:, None])
-    fade = tl.exp2(top - shift)
-    mass = mass * fade + tl.sum(weight, 1)
-    if vs_ptr is not None:
-        weight *= tl.load(vs_ptr + scales, mask=there, other=0.0)[None, :]
+    fade = tl.exp2(top - shift).to(sum_type(EXACT))
     v = _load(v_ptr, row, there, q[0].dtype, D)
-    weight = weight.to(v[0].dtype)
+    if vs_ptr is None:
+        weight = weight.to(v[0].dtype)
+    mass = mass * fade + tl.sum(weight.to(sum_type(EXACT)), 1)
+    if vs_ptr is not None:
+        weight = (weight * tl.load(vs_ptr + scales, mask=there, other=0.0)[None, :]).to(v[0].dtype)
     sums = ()
     for half in tl.static_range(len(q)):
         added = tl.dot(weight, v[half], input_precision=PRECISION)
-        sums = sums + (acc[half] * fade[:, None] + added,)  # noqa: RUF005 - as above
+        sums = sums + (acc[half] * fade[:, None] + added.to(sum_type(EXACT)),)  # noqa: RUF005 - as above
     return larger, mass, sums
 
 
@@ -291,7 +328,7 @@ def _load(memory_ptr, row, there, kind: tl.constexpr, D: tl.constexpr):
 def _combine(
     partial_ptr, out_ptr, pieces, D: tl.constexpr, MOST: tl.constexpr, FEW: tl.constexpr, DEPENDENT: tl.constexpr
 ):  # fmt: skip
-    """Sums the pieces of one query: each has its own largest score (in powers of two) and mass."""
+    """Sums the pieces of one query: each has its own largest score (a power of two, by its exponent) and mass."""
     let_next_start(DEPENDENT)
     await_inputs(DEPENDENT)
     row = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
@@ -302,12 +339,13 @@ def _combine(
     tops = tl.load(first + s * stride + D, mask=s < pieces, other=float("-inf"))
     masses = tl.load(first + s * stride + D + 1, mask=s < pieces, other=0.0)
     top = tl.max(tops, 0)
-    mass = tl.sum(tl.exp2(tops - top) * masses, 0)
+    mass = tl.sum(_two_to_the(tops - top) * masses, 0)
     acc = _weighted(first, stride, few, pieces, sums, top, D)
     for begin in range(FEW, pieces, FEW):
         sums = _few_sums(first, stride, begin + few, pieces, d)
         acc += _weighted(first, stride, begin + few, pieces, sums, top, D)
-    tl.store(out_ptr + row * D + d, (acc / mass).to(out_ptr.dtype.element_ty))
+    value = acc.to(tl.float32) / mass.to(tl.float32)
+    tl.store(out_ptr + row * D + d, value.to(out_ptr.dtype.element_ty))
 
 
 @triton.jit
@@ -318,17 +356,25 @@ def _few_sums(first, stride, few, pieces, d):
 @triton.jit
 def _weighted(first, stride, few, pieces, sums, top, D: tl.constexpr):
     """What some pieces add. Whatever lies where an empty one's sum would be is left out."""
-    weight = tl.exp2(tl.load(first + few * stride + D, mask=few < pieces, other=float("-inf")) - top)[:, None]
+    weight = _two_to_the(tl.load(first + few * stride + D, mask=few < pieces, other=float("-inf")) - top)[:, None]
     return tl.sum(weight * tl.where(weight > 0, sums, 0.0), 0)
 
 
+@triton.jit
+def _two_to_the(exponent):
+    """Of whole numbers, which float32 holds as well as float64, and powers of which are exact."""
+    return tl.exp2(exponent.to(tl.float32)).to(exponent.dtype)
+
+
 @triton.jit(  # a step's sequences lie anywhere among those of its other segment: nothing is compiled anew for that
-    do_not_specialize=["page_stride"], do_not_specialize_on_alignment=["pages_ptr", "start_ptr", "count_ptr"]
+    do_not_specialize=["num_queries", "page_stride"],
+    do_not_specialize_on_alignment=["pages_ptr", "start_ptr", "count_ptr"],
 )
 def _prefill(
-    q_ptr, k_ptr, v_ptr, ks_ptr, vs_ptr, pages_ptr, first_ptr, start_ptr, count_ptr, out_ptr, scale, page_stride,
+    q_ptr, k_ptr, v_ptr, ks_ptr, vs_ptr, pages_ptr, first_ptr, start_ptr, count_ptr, out_ptr, lse_ptr,
+    num_queries, scale, page_stride,
     HQ: tl.constexpr, H: tl.constexpr, D: tl.constexpr, S: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    WINDOW: tl.constexpr, PRECISION: tl.constexpr,
+    WINDOW: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     block, head, b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     count = tl.load(count_ptr + b).to(tl.int32)
@@ -344,8 +390,8 @@ def _prefill(
         if WINDOW:
             low = tl.maximum(start + begin - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
         top = tl.full([BLOCK_M], float("-inf"), tl.float32)
-        mass = tl.zeros([BLOCK_M], tl.float32)
-        acc = _zeros_like(q)
+        mass = tl.zeros([BLOCK_M], sum_type(EXACT))
+        acc = _zeros_like(q, EXACT)
         for begin_n in range(low, high, BLOCK_N):
             place = begin_n + n
             page = tl.load(pages_ptr + b * page_stride + place // S, mask=place < high, other=0).to(tl.int64)
@@ -355,7 +401,12 @@ def _prefill(
             if WINDOW:
                 seen = seen & (place[None, :] > position[:, None] - WINDOW)
             top, mass, acc = _add_block(
-                q, k_ptr, v_ptr, ks_ptr, vs_ptr, row, scales, place < high, seen, scale, top, mass, acc, D, PRECISION
-            )
-        sums = _joined(acc, D) / tl.where(mass > 0, mass, 1.0)[:, None]  # a padded query may see no key of its window
+                q, k_ptr, v_ptr, ks_ptr, vs_ptr, row, scales, place < high, seen, scale, top, mass, acc, D, PRECISION,
+                EXACT,
+            )  # fmt: skip
+        mass = tl.where(mass > 0, mass, 1.0).to(tl.float32)  # a padded query may see no key of its window
+        sums = _joined(acc, D).to(tl.float32) / mass[:, None]
         tl.store(out_ptr + query_rows[:, None] + d, sums.to(out_ptr.dtype.element_ty), mask=(m < count)[:, None])
+        if lse_ptr is not None:
+            row = head.to(tl.int64) * num_queries + first + m
+            tl.store(lse_ptr + row, (top + tl.log2(mass)) * LN2, mask=m < count)

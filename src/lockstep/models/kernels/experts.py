@@ -47,7 +47,8 @@ def product(x: Tensor, weight_EOI: Tensor, order: Tensor, offsets: Tensor, top_k
 
 
 def combine(y: Tensor, weights_Nk: Tensor, order: Tensor | None = None) -> Tensor:
-    """Σ_k weight_k · y_k, summed in float32: [N, O] of [N*k, O], which lie by token, or in `order`."""
+    """Σ_k weight_k · y_k, [N, O] of [N*k, O], which lie by token, or in `order`. Rounded as in transformers: products
+    to the type of both, and the sum, which is float32, to that of y."""
     num_tokens, top_k = weights_Nk.shape
     outputs = y.shape[1]
     out = y.new_empty(num_tokens, outputs)
@@ -56,7 +57,7 @@ def combine(y: Tensor, weights_Nk: Tensor, order: Tensor | None = None) -> Tenso
         place = torch.empty_like(order)
         place[order] = torch.arange(len(order), dtype=order.dtype, device=order.device)
     _combine[num_tokens, triton.cdiv(outputs, 1024)](
-        y, weights_Nk.contiguous(), place, out, outputs, K=top_k, BLOCK=1024, num_warps=4
+        y, weights_Nk.contiguous(), place, out, outputs, K=top_k, BLOCK=1024, num_warps=4, enable_fp_fusion=False
     )
     return out
 
@@ -117,11 +118,14 @@ def _product(
 @triton.jit
 def _combine(y_ptr, weights_ptr, place_ptr, out_ptr, outputs, K: tl.constexpr, BLOCK: tl.constexpr):
     token, n = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    float32_weights: tl.constexpr = weights_ptr.dtype.element_ty == tl.float32
+    kind: tl.constexpr = tl.float32 if float32_weights else y_ptr.dtype.element_ty
     acc = tl.zeros([BLOCK], tl.float32)
     for k in tl.static_range(K):
         row = token * K + k
         weight = tl.load(weights_ptr + row).to(tl.float32)
         if place_ptr is not None:
             row = tl.load(place_ptr + row).to(tl.int64)
-        acc += tl.load(y_ptr + row * outputs + n, mask=n < outputs, other=0.0).to(tl.float32) * weight
+        y = tl.load(y_ptr + row * outputs + n, mask=n < outputs, other=0.0).to(tl.float32)
+        acc += (y * weight).to(kind).to(tl.float32)
     tl.store(out_ptr + token * outputs + n, acc.to(out_ptr.dtype.element_ty), mask=n < outputs)

@@ -1,8 +1,9 @@
 """What stands between the matrix products of a decoder layer, each as one Triton kernel.
 
 Every value is rounded where the modules of transformers round it, so that the learner, which runs those, differs by the
-order of sums only. With a `code`, the kernel that makes a low-bit product's input also encodes it: to the same codes as
-the kernels of `lockstep.quant` would, which the learner runs.
+order of sums only. (A product and a sum must not be fused: they would round once, not twice.) Sums of norms are
+float64: whoever else takes them so rounds the same, in any order. With a `code`, the kernel that makes a low-bit
+product's input also encodes it: to the same codes as the kernels of `lockstep.quant` would, which the learner runs.
 
 Shapes: N tokens, HQ query heads, H key/value heads, D head size.
 """
@@ -131,7 +132,7 @@ def rotate_and_store(
     _rotate_and_store[triton.cdiv(num_tokens, tokens), heads](
         qkv_N, query_norm, key_norm, cos, sin, slots_N, query, *cache, eps, qkv_N.stride(0), num_tokens, TOKENS=tokens,
         H=heads, G=group, GP=triton.next_power_of_2(group), D=size, S=cache.keys.shape[1], NORM=norms is not None,
-        DEPENDENT=DEPENDENT, launch_pdl=DEPENDENT, num_warps=1,
+        DEPENDENT=DEPENDENT, launch_pdl=DEPENDENT, num_warps=1, enable_fp_fusion=False,
     )  # fmt: skip
     return query
 
@@ -151,7 +152,7 @@ def _rms_norm(
         x = (x + tl.load(residual_ptr + row * size + d, mask=d < size, other=0.0).to(tl.float32)).to(kind)
         tl.store(total_ptr + row * size + d, x, mask=d < size)
         x = x.to(tl.float32)
-    x = (x * tl.rsqrt(tl.sum(x * x, 0) / size + eps)).to(kind)
+    x = (x * tl.rsqrt((tl.sum((x * x).to(tl.float64), 0) / size).to(tl.float32) + eps)).to(kind)
     normed = (weight.to(tl.float32) * x.to(tl.float32)).to(kind)
     _hand_on(normed, out_ptr, codes_ptr, scales_ptr, row, 0, size, BLOCK, LINE)
 
@@ -228,7 +229,7 @@ def _rotary(inv_freq_ptr, positions_ptr, cos_ptr, sin_ptr, scaling, HALF: tl.con
 @triton.jit
 def _normed(x, partner, weight_ptr, d, other, eps, kind: tl.constexpr, D: tl.constexpr):
     """Heads [H, D] and, in the same way, the other half of each: what rotation pairs them with."""
-    scale = tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
+    scale = tl.rsqrt((tl.sum((x * x).to(tl.float64), 1) / D).to(tl.float32) + eps)[:, None]
     x = (x * scale).to(kind).to(tl.float32) * tl.load(weight_ptr + d).to(tl.float32)[None, :]
     partner = (partner * scale).to(kind).to(tl.float32) * tl.load(weight_ptr + other).to(tl.float32)[None, :]
     return x.to(kind).to(tl.float32), partner.to(kind).to(tl.float32)

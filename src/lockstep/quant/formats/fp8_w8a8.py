@@ -32,6 +32,10 @@ class FP8W8A8(Format):
         return InputCode("fp8", grouped=self.block)
 
     @property
+    def batch_invariant(self) -> bool:
+        return self.block  # a scale per channel: of many rows the library's product
+
+    @property
     def scheme(self) -> Scheme:
         if self.block:
             return Scheme("float-quantized", FP8 | BLOCKS, FP8 | PER_GROUP, readable_experts=False)

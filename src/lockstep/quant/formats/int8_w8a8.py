@@ -30,6 +30,10 @@ class INT8W8A8(Format):
         return InputCode("int8")
 
     @property
+    def batch_invariant(self) -> bool:
+        return True
+
+    @property
     def scheme(self) -> Scheme:
         return Scheme("int-quantized", INT8 | PER_CHANNEL, INT8 | PER_TOKEN, readable_experts=False)
 

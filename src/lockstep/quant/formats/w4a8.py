@@ -35,6 +35,10 @@ class W4A8(Format):
         return InputCode(self.inputs)
 
     @property
+    def batch_invariant(self) -> bool:
+        return True
+
+    @property
     def scheme(self) -> Scheme | None:
         if self.inputs == "fp8":
             return None

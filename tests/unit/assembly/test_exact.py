@@ -1,0 +1,42 @@
+"""What `rollout.exact` asks for is asked for before anything is loaded, or as soon as the model is there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from lockstep.assembly.recipe import Recipe
+from lockstep.assembly.roles import Training, load_model
+from lockstep.config import ConfigError
+from lockstep.config.loading import validate
+from lockstep.report.recorder import Recorders
+from role_support import make_recipe
+
+
+def recipe(precision: object, *, kv: str = "high", alignment: str = "aligned") -> Recipe:
+    rollout = {"precision": precision, "exact": True, "kv_precision": kv}
+    tables: dict[str, Any] = make_recipe(precision).model_dump(include={"model", "task", "algorithm", "train"})
+    return validate(Recipe, {**tables, "rollout": rollout, "learner": {"alignment": alignment}}, "test")
+
+
+@pytest.mark.parametrize("precision", ["high", "w4a16", "fp8_w8a8"])
+def test_products_that_depend_on_the_batch_are_refused(precision: str) -> None:
+    with pytest.raises(
+        ConfigError, match=f"needs a rollout.precision of int8_w8a8, w4a8 or .* products of '{precision}'"
+    ):
+        recipe(precision)
+
+
+def test_a_learner_that_computes_something_else_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r'needs learner\.alignment = "aligned"'):
+        recipe("int8_w8a8", alignment="none")
+    with pytest.raises(ConfigError, match=r"needs rollout\.kv_precision = .*, not 'fp8'"):
+        recipe("int8_w8a8", kv="fp8")
+
+
+@pytest.mark.parametrize("precision", ["int8_w8a8", "w4a8", {"name": "fp8_w8a8", "block": True}])
+def test_on_a_cpu_it_is_refused(precision: object) -> None:
+    asked = recipe(precision).model_copy(update={"device": "cpu"})
+    with pytest.raises(ConfigError, match=r"rollout\.exact = true needs a GPU; this model is on 'cpu'"):
+        Training(asked, load_model(asked), Recorders([]))
