@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 
 from lockstep.rollout.config import RolloutConfig
@@ -20,6 +22,12 @@ def kv_gib(config: RolloutConfig, device: torch.device, leave_gib: float = 0.0) 
         return CPU_GIB
     free = free_gib(device)
     return max(SHARE * (free - leave_gib), FLOOR * free)
+
+
+def require_memory(num_bytes: int, device: torch.device) -> None:
+    """MemoryError for more than a CPU's machine has at all: some systems promise that and then kill who uses it."""
+    if device.type == "cpu" and num_bytes > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):
+        raise MemoryError
 
 
 def free_gib(device: torch.device) -> float:

@@ -16,7 +16,7 @@ from lockstep.models.operators import engine_operators
 from lockstep.models.releasable import Releasable
 from lockstep.models.routes import RouteMemory
 from lockstep.models.routing import Routers
-from lockstep.rollout.budget import free_gib, kv_gib
+from lockstep.rollout.budget import free_gib, kv_gib, require_memory
 from lockstep.rollout.burst import STEPS, Burst
 from lockstep.rollout.config import RolloutConfig
 from lockstep.rollout.lengths import Lengths
@@ -89,6 +89,7 @@ class EngineCore:
         place = {"device": device, "memory": self.memory}
         pages = {"num_pages": num_pages + 1, "page_size": PAGE_SIZE, "dtype": dtype, "exact": config.exact}
         try:
+            require_memory(num_pages * PAGE_SIZE * KVCache.slot_bytes(self.module.config, dtype), device)
             cache = KVCache(self.module.config, **pages, **place)
             return cache, RouteMemory(routers, self.capacity + PAGE_SIZE, **place) if routers is not None else None
         except (MemoryError, RuntimeError) as error:  # what the driver says, and what PyTorch does
