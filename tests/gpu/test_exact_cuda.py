@@ -16,7 +16,7 @@ from lockstep.assembly.recipe import Recipe
 from lockstep.assembly.roles import load_model
 from lockstep.config import ConfigError
 from lockstep.config.loading import validate
-from lockstep.models.exact import _norm, refuse_inexact
+from lockstep.models.exact import _rms_norm, refuse_inexact
 from role_support import TASK, gaps, started, take_step
 
 pytestmark = [*MARKS, pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a CUDA device")]
@@ -84,5 +84,5 @@ def test_the_gradient_of_a_norm_is_that_of_transformers(dtype: torch.dtype) -> N
         return [y, *torch.autograd.grad(y, (given, norm.weight), upstream.to(dtype))]
 
     exact = run(copy.deepcopy(norm).double(), plain, torch.float64)
-    for found, expected in zip(run(norm, _norm, dtype), exact, strict=True):
+    for found, expected in zip(run(norm, _rms_norm, dtype), exact, strict=True):
         assert float((found.double() - expected).norm() / expected.norm()) < 1e-2

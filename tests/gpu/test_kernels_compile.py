@@ -120,9 +120,9 @@ def test_two_warps_hold_few_sums() -> None:
 @pytest.mark.parametrize("programs", [8, 256, 768, 2048])
 @pytest.mark.parametrize("queries", [1, 4, 32, 64])
 def test_exact_tiles_have_the_same_keys(programs: int, queries: int) -> None:
-    from lockstep.models.kernels.attention import EXACT_KEYS, choose_tile
+    from lockstep.models.kernels.attention import BLOCK, choose_tile
 
-    assert choose_tile(programs, 132, queries, 128, exact=True).keys == EXACT_KEYS
+    assert choose_tile(programs, 132, queries, 128, exact=True).keys == BLOCK
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,8 @@ def test_transformers_runs_our_codes(format: Format, tmp_path: Path) -> None:
     ours = copy.deepcopy(module)
     install(ours, quantized_layers(ours), format, encoded)
     expected = logits(ours)
-    assert (logits(found) - expected).norm() < LOGITS[format] * expected.norm()
+    distance = (logits(found) - expected).norm(dim=-1) / expected.norm(dim=-1)
+    assert distance.median() < LOGITS[format]  # of tokens: a sum in another order may give an input another code
 
 
 @pytest.mark.parametrize("format", [format for format in FORMATS if scheme_of(format).readable_experts], ids=str)

@@ -15,6 +15,7 @@ import time
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from statistics import fmean, median
 from tempfile import TemporaryDirectory
@@ -40,8 +41,8 @@ KEYS_AND_VALUES = "high, keys and values fp8"
 VARIANTS = ({"name": "fp8_w8a8", "block": True}, {"name": "w4a8", "inputs": "fp8"})
 MODELS = {"dense": {"experts": 0}, "mixture": {"experts": 8}}
 SMALL = {"hidden": 128, "layers": 2, "heads": 4, "context": 128}  # what is trained
-LONG, LONG_STD, LONG_ANSWER = {"hidden": 512, "layers": 8, "heads": 4, "context": 1024, "experts": 0}, 0.06, 600
-ALL = (*MODELS, "long")
+LONG = {"hidden": 512, "layers": 8, "heads": 4, "context": 1024, "experts": 0}
+LONG_STD, LONG_ANSWER = 0.06, 600  # of its weights; tokens
 LARGE = {"hidden": 512, "layers": 4, "heads": 8, "context": 64}  # what is synced: copying must outweigh calling
 PROMPTS, ANSWERS = 8, 8  # per step, and to each prompt: some 1,700 tokens
 SYNCS = 10
@@ -96,28 +97,37 @@ class Bench:
         with TemporaryDirectory() as folder:
             for model in self.models:
                 start = self._start(Path(folder), model)
-                yield Row(model, HIGH, self._gap(start, HIGH, "none"))
-                yield Row(model, KEYS_AND_VALUES, self._gap(start, HIGH, "none", kv="fp8"))
+                sizes = {"max_tokens": LONG_ANSWER, "kv_gib": 2} if model == "long" else {"kv_gib": 0.25}
+                gap = partial(self._gap, start, sizes)
+                yield Row(model, HIGH, gap(HIGH, "none"))
+                yield Row(model, KEYS_AND_VALUES, gap(HIGH, "none", kv="fp8"))
                 for precision in precisions():
-                    unaligned, aligned = (self._gap(start, precision, how) for how in ("none", "aligned"))
+                    unaligned, aligned = (gap(precision, how) for how in ("none", "aligned"))
                     exactly = self.device.type == "cuda" and model != "mixture" and _batch_invariant(precision)
-                    exact = self._gap(start, precision, "aligned", exact=True) if exactly else None
+                    exact = gap(precision, "aligned", exact=True) if exactly else None
                     yield Row(model, in_words(precision), unaligned, aligned, exact)
 
     def _start(self, folder: Path, model: str) -> Path:
-        """A checkpoint."""
+        """The checkpoint that every line begins with."""
         if model == "long":
             return drawn(folder / model, LONG, LONG_STD)
         self.console.print(f"{model}: warming up", highlight=False)
         return warmed_up(folder / model, SMALL | MODELS[model], self.warmup, device=self.device.type)
 
-    def _gap(self, start: Path, precision: Precision, alignment: str, kv: str = "high", exact: bool = False) -> Gap:
+    def _gap(
+        self,
+        start: Path,
+        sizes: Mapping[str, float],
+        precision: Precision,
+        alignment: str,
+        kv: str = "high",
+        exact: bool = False,
+    ) -> Gap:
         rollout = {"precision": precision, "kv_precision": kv, "exact": exact, "max_seqs": PROMPTS * ANSWERS}
-        size = {"max_tokens": LONG_ANSWER, "kv_gib": 2} if start.name == "long" else {"kv_gib": 0.25}
         changes = {
             "device": self.device.type,
             "train": {"steps": self.steps + 1, "prompts": PROMPTS, "group_size": ANSWERS},  # one is before any update
-            "rollout": rollout | size,
+            "rollout": {**rollout, **sizes},
             "learner": {"alignment": alignment},
         }
         tables = continued(start, changes)
@@ -164,7 +174,7 @@ def compare(
     json_out: Path | None,
     console: Console,
 ) -> None:
-    known("model", models, ALL)
+    known("model", models, [*MODELS, "long"])
     bench = Bench(tuple(dict.fromkeys(models or MODELS)), choose_device(device), steps, warmup, float32_logits, console)
     console.print(bench.conditions(), highlight=False, soft_wrap=True)
     gaps = list(bench.gaps())

@@ -56,7 +56,7 @@ class LearnerCore:
         low_bit: LowBitWeights | None = None,
         routers: Routers | None = None,
     ) -> None:
-        """`module` runs `lockstep_varlen` attention and has a `LogProbHead` (with a value if the algorithm needs one).
+        """`module` runs `models.varlen`'s attention and has a `LogProbHead` (with a value if the algorithm needs one).
 
         `num_updates` are the optimiser updates of the whole run, for the schedule. `low_bit` is what the engine runs
         of the matrices; whether the module's own forward runs it too is for whoever built the module. `routers` are

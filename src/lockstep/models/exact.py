@@ -3,7 +3,8 @@
 Products of batch-invariant formats give a row the same bits whatever rows are computed with it, and so do the kernels
 between them, element by element. What is left are sums: of attention (`kernels/attention.py`, `varlen.EXACT`), and of
 norms, for which the learner runs the engine's kernel. The output layer is not low-bit: there the order of sums remains,
-and is seen in log-probs, but nowhere else.
+and is seen in log-probs, but nowhere else. All of this is of one version of the weights: an answer that goes on over
+keys and values of an older one is nobody's to repeat.
 """
 
 from __future__ import annotations
@@ -24,32 +25,38 @@ from lockstep.quant.layers import is_fused_experts
 
 
 def refuse_inexact(module: PreTrainedModel) -> None:
-    """ConfigError if engine and learner would not run the same kernels."""
-    _, size, value_size = kv_shape(module.config.get_text_config())
+    """ConfigError if engine and learner would not run the same kernels. float16 has too few small numbers: there a
+    power of two does change what is rounded."""
+    name, (_, size, value_size) = type(module).__name__, kv_shape(module.config.get_text_config())
     reason = None
-    if not kernels.available(module.device) or module.device.type != "cuda":
+    if module.device.type != "cuda":
         reason = f"a GPU; this model is on {module.device.type!r}"
-    elif module.dtype not in (torch.bfloat16, torch.float16):
-        reason = f"learner.dtype to be bfloat16 or float16, not {str(module.dtype).removeprefix('torch.')}"
-    elif type(module).__name__ not in CAUSAL_LM:
-        reason = f"a model of {', '.join(FAMILIES)}; this one is {type(module).__name__}"
+    elif not kernels.available(module.device):
+        reason = "triton, which is not installed"
+    elif module.dtype != torch.bfloat16:
+        reason = f'learner.dtype = "bfloat16", not {str(module.dtype).removeprefix("torch.")!r}'
     elif any(map(is_fused_experts, module.modules())):
-        reason = f"a dense model: the routers of {type(module).__name__} are not low-bit"
-    elif size != value_size or not kernels.attends(size):
-        reason = f"heads whose size is a power of two; those of {type(module).__name__} have {size}"
+        reason = f"a dense model: the routers of {name} are not low-bit"
+    elif name not in CAUSAL_LM:
+        dense = [family for family in FAMILIES if not family.endswith(("Moe", "Mixtral"))]
+        reason = f"a model of {', '.join(dense)}; this one is {name}"
+    elif size != value_size or not kernels.attends(size) or size > varlen.LARGEST_HEAD:
+        sizes = f"keys and values of one size, a power of two from 16 to {varlen.LARGEST_HEAD}"
+        reason = f"{sizes}; those of {name} have {size} and {value_size}"
     if reason is not None:
         raise ConfigError(f"rollout.exact = true needs {reason}")
 
 
 def learn_exactly(module: PreTrainedModel) -> None:
-    """Makes the learner's module sum up as the engine does."""
+    """Makes the learner's module sum up as the engine does; ConfigError if it cannot."""
+    refuse_inexact(module)
     use_attention(module, varlen.EXACT)
     for part in module.modules():
         if type(part).__name__ in NORM:
-            part.forward = partial(_norm, part)
+            part.forward = partial(_rms_norm, part)
 
 
-def _norm(self: Any, hidden_states: Tensor) -> Tensor:
+def _rms_norm(self: Any, hidden_states: Tensor) -> Tensor:
     return _RMSNorm.apply(hidden_states, self.weight, self.variance_epsilon)
 
 

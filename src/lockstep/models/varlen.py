@@ -29,6 +29,7 @@ from lockstep.models.kv import Pages
 from lockstep.models.routing import Routing
 
 NAME, EXACT = "lockstep_varlen", "lockstep_varlen_exact"
+LARGEST_HEAD = 256  # of flash attention's backward
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,13 +133,14 @@ def attention(
     lockstep.calls += 1
     window = sliding_window if sliding_window is not None and sliding_window < lockstep.max_seqlen else None
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))  # [K, H, D]
-    fast = q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] == v.shape[-1]
-    if not fast:
-        return _padded(q, k, v, lockstep, scaling, window).unsqueeze(0), None
-    if not kernels.available(q.device) or not kernels.attends(q.shape[-1]):
-        return _fused(q, k, v, lockstep, scaling, window).unsqueeze(0), None
-    scale = q.shape[-1] ** -0.5 if scaling is None else scaling
-    return _AsTheEngine.apply(q, k, v, lockstep, scale, window, exact).unsqueeze(0), None
+    size = q.shape[-1]
+    fast = q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and size == v.shape[-1]
+    if fast and kernels.available(q.device) and kernels.attends(size) and size <= LARGEST_HEAD:
+        scale = size**-0.5 if scaling is None else scaling
+        return _AsTheEngine.apply(q, k, v, lockstep, scale, window, exact).unsqueeze(0), None
+    assert not exact, "refused when the module was made exact"
+    run = _fused if fast else _padded
+    return run(q, k, v, lockstep, scaling, window).unsqueeze(0), None
 
 
 class _AsTheEngine(torch.autograd.Function):

@@ -3,12 +3,13 @@
 What `paged.attend` computes in torch, without gathering pages: keys and values are read where they lie, once per
 key/value head for all of its G queries. Scores, softmax and sums are float32; the weights of the values are rounded to
 the queries' type before the product, as flash attention does. But they are taken relative to a power of two, the next
-one above the largest score so far: however keys are cut into blocks, the same weight is rounded in the same way. So a
-decode step, a prefill and the learner, which runs the prefill kernel (`models/varlen.py`), differ by the order of sums.
+one above the largest score so far: however keys are cut into blocks, a weight is rounded alike, or nearly always. So a
+decode step, a prefill and the learner, which runs the prefill kernel (`models/varlen.py`), differ by little more than
+the order of sums.
 
-`exact` leaves out that, too. Scores are rounded to a grid that no power of two moves them off, blocks of keys begin at
-multiples of their size, each is summed by the tensor cores, which give the same bits in any tile, and their sums are
-added in float64, which leaves no order to be seen in what is rounded to 16 bits.
+`exact` leaves out both. Scores are rounded to a grid that no power of two moves them off, blocks of keys begin at
+multiples of their size, each is summed by the tensor cores, which gave the same bits in every tile on an H200, and
+their sums are added in float64: no order of these is seen in 16 bits, in practice. For bfloat16 only.
 
 8-bit keys and values are turned into the queries' type as they are read; their scales multiply scores and weights. For
 bfloat16 a head is computed in two halves, its even and its odd values: a pair of bytes is fetched like one number of 16
@@ -49,8 +50,8 @@ class Tile:
 
 
 SMALL, LARGE, MANY = Tile(32, 2, 4), Tile(64, 2, 2), Tile(64, 4, 2)  # found on an H200
-FEW_EXACT = Tile(64, 4, 3)  # takes the place of SMALL: all tiles must have the same keys
-EXACT_KEYS = 64
+BLOCK = 64  # keys: those of a prefill, and of every tile that is exact
+FEW_EXACT = Tile(BLOCK, 4, 3)  # takes the place of SMALL
 SMALL_SUMS, LARGE_SUMS = 32 * 128, 16 * 128  # values of a program's queries for which two warps have registers
 SPARSE, AT_ONCE, DENSE = 4, 6, 15  # programs for each multiprocessor; it runs six of SMALL at the same time
 PREFILLED = 64  # queries of a program that prefills
@@ -126,7 +127,7 @@ def prefill(
     stages = 3 if size * query_NHD.element_size() <= 256 else 2  # more would not fit
     _prefill[triton.cdiv(longest, PREFILLED), num_queries, len(count_B)](
         query_NHD, *cache, pages_BP, first_B, start_B, count_B, out, lse_HN, len(query_NHD), scale * LOG2E,
-        pages_BP.stride(0), HQ=num_queries, H=heads, D=size, S=page_size, BLOCK_M=PREFILLED, BLOCK_N=EXACT_KEYS,
+        pages_BP.stride(0), HQ=num_queries, H=heads, D=size, S=page_size, BLOCK_M=PREFILLED, BLOCK_N=BLOCK,
         WINDOW=window or 0, PRECISION=_precision(query_NHD), EXACT=exact, num_warps=4, num_stages=stages,
         enable_fp_fusion=not exact,
     )  # fmt: skip

@@ -2,8 +2,9 @@
 
 Every value is rounded where the modules of transformers round it, so that the learner, which runs those, differs by the
 order of sums only. (A product and a sum must not be fused: they would round once, not twice.) Sums of norms are
-float64: whoever else takes them so rounds the same, in any order. With a `code`, the kernel that makes a low-bit
-product's input also encodes it: to the same codes as the kernels of `lockstep.quant` would, which the learner runs.
+float64: whoever else takes them so rounds the same in practice, in any order. With a `code`, the kernel that makes a
+low-bit product's input also encodes it: to the same codes as the kernels of `lockstep.quant` would, which the learner
+runs.
 
 Shapes: N tokens, HQ query heads, H key/value heads, D head size.
 """
