@@ -23,7 +23,7 @@ from lockstep.types import Completion, Request, SamplingParams, StopReason
 from lockstep.weights.memory import Memory
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-NUM_VERSIONS, CLIENTS, PAGES, ROWS = 3, 12, 48, 16
+NUM_VERSIONS, CLIENTS, PAGES, ROWS = 3, 12, 32, 16
 BOUND = 2e-3  # nats, float32: the largest seen is a tenth of it
 
 

@@ -152,7 +152,7 @@ def bench_rollout(
     are checked for sanity and their log-probs against a full forward of plain transformers. On a GPU, W and MHz are
     the mean power and clock of the run that counts: a board at its power cap lowers its clock.
 
-    Options of lockstep: precision, kv, compile, record, step_tokens, max_seqs, kv_gib; of vllm: multiprocessing,
+    Options of lockstep: precision, kv, exact, compile, record, step_tokens, max_seqs, kv_gib; of vllm: multiprocessing,
     async_scheduling, quantization, kv, dtype, max_seqs, python. With lockstep:kv=fp8 and vllm:kv=fp8 both keep keys
     and values in 8 bits.
     """
