@@ -14,7 +14,6 @@ from lockstep.controller.config import CheckpointConfig, TrainConfig
 from lockstep.controller.governor import GovernorConfig
 from lockstep.learner.config import LearnerConfig
 from lockstep.models.loading import ModelConfig
-from lockstep.quant.ladder import HIGH
 from lockstep.report.recorder import RecorderConfig
 from lockstep.rollout.config import RolloutConfig
 from lockstep.rollout.evaluate import EvalConfig
@@ -61,23 +60,9 @@ class Recipe(Config):
 
     @model_validator(mode="after")
     def _is_exact_on_both_sides(self) -> Recipe:
-        if not self.rollout.exact:
-            return self
-        precision = self.rollout.precision
-        if precision is None or not precision.build().batch_invariant:
-            name = HIGH if precision is None else precision.name
-            raise ValueError(
-                "rollout.exact = true needs a rollout.precision of int8_w8a8, w4a8 or fp8_w8a8 with block = true; "
-                f"products of {name!r} depend on what is computed together"
-            )
-        if self.learner.alignment != "aligned":
+        if self.rollout.exact and self.learner.alignment != "aligned":
             raise ValueError(
                 f'rollout.exact = true needs learner.alignment = "aligned", not {self.learner.alignment!r}'
-            )
-        if self.rollout.kv_precision != "high":
-            raise ValueError(
-                f'rollout.exact = true needs rollout.kv_precision = "high", not {self.rollout.kv_precision!r}: '
-                "the learner keeps no keys and values"
             )
         return self
 

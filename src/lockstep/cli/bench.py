@@ -110,8 +110,9 @@ def bench_mismatch(
     """Every low-bit format: the gap between sampler and learner, aligned and not, and what a sync costs.
 
     A tiny dense model and a tiny mixture make real training steps; k3, F(2) and the largest weight are measured after
-    updates. On a CPU a sync is timed through copies and in shared memory, with the bytes it publishes; on a GPU that is
-    what `lockstep bench sync` does.
+    updates. So does, if named, `long`: 8 layers with random weights, whose answers have 600 tokens. On a GPU there is
+    also what rollout.exact = true leaves. On a CPU a sync is timed through copies and in shared memory, with the bytes
+    it publishes; on a GPU that is what `lockstep bench sync` does.
     """
     require_writable(out, json)
     from lockstep.cli import bench_mismatch

@@ -110,6 +110,7 @@ class Bench:
     def _start(self, folder: Path, model: str) -> Path:
         """The checkpoint that every line begins with."""
         if model == "long":
+            self.console.print("long: random weights", highlight=False)
             return drawn(folder / model, LONG, LONG_STD)
         self.console.print(f"{model}: warming up", highlight=False)
         return warmed_up(folder / model, SMALL | MODELS[model], self.warmup, device=self.device.type)
@@ -160,7 +161,10 @@ class Bench:
         after = f"then {self.steps} step{'s' * (self.steps > 1)} after the first update per line"
         where += ", logits in float32" * self.float32_logits
         versions = f"lockstep {__version__}, torch {torch.__version__}"
-        return f"{where}; {versions}; {self.warmup} update{'s' * (self.warmup > 1)} of warm-up, {after}."
+        warmup = f"{self.warmup} update{'s' * (self.warmup > 1)} of warm-up"
+        if "long" in self.models:
+            warmup = "random weights" if len(self.models) == 1 else f"{warmup} (long: random weights)"
+        return f"{where}; {versions}; {warmup}, {after}."
 
 
 def compare(

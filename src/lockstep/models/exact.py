@@ -30,7 +30,7 @@ def refuse_inexact(module: PreTrainedModel) -> None:
     name, (_, size, value_size) = type(module).__name__, kv_shape(module.config.get_text_config())
     reason = None
     if module.device.type != "cuda":
-        reason = f"a GPU; this model is on {module.device.type!r}"
+        reason = f"a GPU; this model is on {module.device.type!r} (rollout.exact=false does without)"
     elif not kernels.available(module.device):
         reason = "triton, which is not installed"
     elif module.dtype != torch.bfloat16:

@@ -26,8 +26,21 @@ def kv_gib(config: RolloutConfig, device: torch.device, leave_gib: float = 0.0) 
 
 def require_memory(num_bytes: int, device: torch.device) -> None:
     """MemoryError for more than a CPU's machine has at all: some systems promise that and then kill who uses it."""
-    if device.type == "cpu" and num_bytes > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):
+    if device.type == "cpu" and num_bytes / 2**30 > _machine_gib():
         raise MemoryError
+
+
+def _machine_gib() -> float:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
+
+
+def room(device: torch.device) -> str:
+    """How much there is, in words."""
+    return (
+        f"{free_gib(device):.1f} GiB are free"
+        if device.type == "cuda"
+        else f"this machine has {_machine_gib():.1f} GiB"
+    )
 
 
 def free_gib(device: torch.device) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from lockstep.config import Config, Plugin, plugin
 from lockstep.quant import FORMATS
@@ -56,6 +56,23 @@ class RolloutConfig(Config):
         if not all(stop):
             raise ValueError(f"{list(stop)} has an empty string, which would end every answer at once")
         return stop
+
+    @model_validator(mode="after")
+    def _can_be_exact(self) -> RolloutConfig:
+        if not self.exact:
+            return self
+        if self.precision is None or not self.precision.build().batch_invariant:
+            name = HIGH if self.precision is None else self.precision.name
+            raise ValueError(
+                f"exact = true needs the precision int8_w8a8, w4a8 or fp8_w8a8 with block = true, not {name!r}: there "
+                "what a token gets depends on what is computed with it"
+            )
+        if self.kv_precision != "high":
+            raise ValueError(
+                f'exact = true needs kv_precision = "high", not {self.kv_precision!r}: the learner keeps no keys and '
+                "values"
+            )
+        return self
 
     def params(self, seed: int = 0) -> SamplingParams:
         return SamplingParams(

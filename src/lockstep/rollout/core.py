@@ -16,7 +16,7 @@ from lockstep.models.operators import engine_operators
 from lockstep.models.releasable import Releasable
 from lockstep.models.routes import RouteMemory
 from lockstep.models.routing import Routers
-from lockstep.rollout.budget import free_gib, kv_gib, require_memory
+from lockstep.rollout.budget import free_gib, kv_gib, require_memory, room
 from lockstep.rollout.burst import STEPS, Burst
 from lockstep.rollout.config import RolloutConfig
 from lockstep.rollout.lengths import Lengths
@@ -93,8 +93,7 @@ class EngineCore:
             cache = KVCache(self.module.config, **pages, **place)
             return cache, RouteMemory(routers, self.capacity + PAGE_SIZE, **place) if routers is not None else None
         except (MemoryError, RuntimeError) as error:  # what the driver says, and what PyTorch does
-            free = f", of which {free_gib(device):.1f} GiB are free" if device.type == "cuda" else ""
-            told = f"rollout.kv_gib = {self.kv_gib:g} does not fit into the memory of {device}{free}"
+            told = f"rollout.kv_gib = {self.kv_gib:g} does not fit into the memory of {device}: {room(device)}"
             raise ConfigError(told) from error
 
     def _num_pages(self, config: RolloutConfig, dtype: torch.dtype, routers: Routers | None) -> int:

@@ -22,16 +22,14 @@ def recipe(precision: object, *, kv: str = "high", alignment: str = "aligned") -
 
 @pytest.mark.parametrize("precision", ["high", "w4a16", "fp8_w8a8"])
 def test_products_that_depend_on_the_batch_are_refused(precision: str) -> None:
-    with pytest.raises(
-        ConfigError, match=f"needs a rollout.precision of int8_w8a8, w4a8 or .* products of '{precision}'"
-    ):
+    with pytest.raises(ConfigError, match=f"needs the precision int8_w8a8, w4a8 or .*, not '{precision}'"):
         recipe(precision)
 
 
 def test_a_learner_that_computes_something_else_is_refused() -> None:
     with pytest.raises(ConfigError, match=r'needs learner\.alignment = "aligned"'):
         recipe("int8_w8a8", alignment="none")
-    with pytest.raises(ConfigError, match=r"needs rollout\.kv_precision = .*, not 'fp8'"):
+    with pytest.raises(ConfigError, match=r"needs kv_precision = .*, not 'fp8'"):
         recipe("int8_w8a8", kv="fp8")
 
 
