@@ -30,9 +30,11 @@ def as_governed(recipe: Recipe, progress: Progress) -> Recipe:
     """The recipe as the governor has left it at `progress`. The gate's bound is lowered by the controller itself:
     groups that were admitted before keep theirs."""
     changes = Changes.of(progress.governor)
+    precision = _precision(recipe, changes.precision)
+    exact = recipe.rollout.exact and precision is not None and precision.build().batch_invariant
     parts = {
         "algorithm": _algorithm(recipe.algorithm, changes.correction),
-        "rollout": recipe.rollout.model_copy(update={"precision": _precision(recipe, changes.precision)}),
+        "rollout": recipe.rollout.model_copy(update={"precision": precision, "exact": exact}),
         "learner": recipe.learner.model_copy(update={"learning_rate": _rate(recipe, changes.learning_rate)}),
     }
     return recipe.model_copy(update=parts)

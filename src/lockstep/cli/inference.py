@@ -30,7 +30,7 @@ from lockstep.types import Message, Request, Sample, Trajectory
 # Of a recipe: tables and keys that only training reads, but for LOADED, and those that only its samples are drawn by.
 TRAINED = frozenset(
     {"name", "warmup", "algorithm", "train", "learner", "governor", "checkpoint", "record"}
-    | {"rollout.sleep", "rollout.update", "eval.every"}
+    | {"rollout.sleep", "rollout.update", "rollout.exact", "eval.every"}
 )
 LOADED = "learner.dtype"
 DRAWN = frozenset({"rollout.temperature", "rollout.top_k", "rollout.top_p", "rollout.min_p"})
@@ -152,6 +152,7 @@ def checkpoint_and_recipe(
     if changed := held(begun, progress):
         console.print(Text(f"{Path(path).name}, {changed}", style="dim"), soft_wrap=True)
     tables = as_governed(begun, progress).model_dump(mode="json")
+    tables["rollout"]["exact"] = False  # nothing here is held against a learner, and a CPU would refuse it
     if (precision := sampled_in(Path(path))) != tables["rollout"]["precision"]:
         console.print(Text(f"{Path(path).name}, sampled from in {precision or HIGH}", style="dim"), soft_wrap=True)
         tables["rollout"]["precision"] = precision

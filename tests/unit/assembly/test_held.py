@@ -33,6 +33,14 @@ def test_the_higher_of_recipe_and_governor(recipe: str, reached: str | None, sam
     assert in_words(as_governed(begun, left_by(precision=reached)).rollout.precision) == sampled
 
 
+@pytest.mark.parametrize(("reached", "exact"), [(None, True), ("int8_w8a8", True), ("high", False)])
+def test_what_cannot_be_exact_in_a_higher_precision_no_longer_is(reached: str | None, exact: bool) -> None:
+    begun = make_recipe(rollout={"precision": "w4a8", "exact": True})
+    now = as_governed(begun, left_by(precision=reached))
+    assert now.rollout.exact == exact
+    assert validate(Recipe, now.model_dump(mode="json"), "as a run keeps it").rollout.exact == exact
+
+
 @pytest.mark.parametrize(
     ("recipe", "reached", "corrected"),
     [
