@@ -14,7 +14,7 @@ from lockstep.assembly.recipe import Recipe
 from lockstep.config import Plugin
 from lockstep.controller.checkpoints import Progress
 from lockstep.controller.steward import Changes, Reach
-from lockstep.quant.ladder import HIGH, higher
+from lockstep.quant.ladder import HIGH, batch_invariant, higher
 
 
 def reach(recipe: Recipe) -> Reach:
@@ -31,7 +31,7 @@ def as_governed(recipe: Recipe, progress: Progress) -> Recipe:
     groups that were admitted before keep theirs."""
     changes = Changes.of(progress.governor)
     precision = _precision(recipe, changes.precision)
-    exact = recipe.rollout.exact and precision is not None and precision.build().batch_invariant
+    exact = recipe.rollout.exact and batch_invariant(precision)
     parts = {
         "algorithm": _algorithm(recipe.algorithm, changes.correction),
         "rollout": recipe.rollout.model_copy(update={"precision": precision, "exact": exact}),

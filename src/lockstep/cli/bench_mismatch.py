@@ -33,6 +33,7 @@ from lockstep.cli.benchmarks import processor, write_into
 from lockstep.cli.warm_start import continued, drawn, warmed_up
 from lockstep.config import choices
 from lockstep.config.loading import validate
+from lockstep.quant.ladder import batch_invariant
 from lockstep.report.recorder import Recorders
 from lockstep.rollout.config import RolloutConfig
 
@@ -206,8 +207,7 @@ def in_words(precision: Precision) -> str:
 
 
 def _batch_invariant(precision: Precision) -> bool:
-    plugin = validate(RolloutConfig, {"precision": precision}, "bench mismatch").precision
-    return plugin is not None and plugin.build().batch_invariant
+    return batch_invariant(validate(RolloutConfig, {"precision": precision}, "bench mismatch").precision)
 
 
 def _recipe(tables: Mapping[str, Any]) -> Recipe:

@@ -40,7 +40,7 @@ def refuse_inexact(module: PreTrainedModel) -> None:
     elif name not in CAUSAL_LM:
         dense = [family for family in FAMILIES if not family.endswith(("Moe", "Mixtral"))]
         reason = f"a model of {', '.join(dense)}; this one is {name}"
-    elif size != value_size or not kernels.attends(size) or size > varlen.LARGEST_HEAD:
+    elif size != value_size or not varlen.follows_engine(size):
         sizes = f"keys and values of one size, a power of two from 16 to {varlen.LARGEST_HEAD}"
         reason = f"{sizes}; those of {name} have {size} and {value_size}"
     if reason is not None:

@@ -135,12 +135,17 @@ def attention(
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))  # [K, H, D]
     size = q.shape[-1]
     fast = q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and size == v.shape[-1]
-    if fast and kernels.available(q.device) and kernels.attends(size) and size <= LARGEST_HEAD:
+    if fast and kernels.available(q.device) and follows_engine(size):
         scale = size**-0.5 if scaling is None else scaling
         return _AsTheEngine.apply(q, k, v, lockstep, scale, window, exact).unsqueeze(0), None
     assert not exact, "refused when the module was made exact"
     run = _fused if fast else _padded
     return run(q, k, v, lockstep, scaling, window).unsqueeze(0), None
+
+
+def follows_engine(size: int) -> bool:
+    """Whether the engine's kernel, and flash attention's backward, take heads of that size."""
+    return kernels.attends(size) and size <= LARGEST_HEAD
 
 
 class _AsTheEngine(torch.autograd.Function):

@@ -1,4 +1,5 @@
-"""Precisions of sampling from low to high: what the governor climbs when sampler and learner drift apart."""
+"""Precisions of sampling as a recipe names them: from low to high, which the governor climbs when sampler and learner
+drift apart, and those that give the same bits in any batch."""
 
 from __future__ import annotations
 
@@ -15,3 +16,8 @@ def higher(precision: Plugin | None) -> list[Plugin | None]:
         return []
     bits: int = precision.cls.bits  # type: ignore[attr-defined]
     return [EIGHT_BITS, None] if bits < 8 else [None]
+
+
+def batch_invariant(precision: Plugin | None) -> bool:
+    """Whether on a GPU a token's products are the same bits, whatever is computed with it."""
+    return precision is not None and precision.build().batch_invariant

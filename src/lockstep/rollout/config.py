@@ -8,7 +8,7 @@ from pydantic import Field, field_validator, model_validator
 
 from lockstep.config import Config, Plugin, plugin
 from lockstep.quant import FORMATS
-from lockstep.quant.ladder import HIGH
+from lockstep.quant.ladder import HIGH, batch_invariant
 from lockstep.types import SamplingParams
 
 UpdatePolicy = Literal["keep_kv", "reprefill", "drain"]
@@ -61,7 +61,7 @@ class RolloutConfig(Config):
     def _can_be_exact(self) -> RolloutConfig:
         if not self.exact:
             return self
-        if self.precision is None or not self.precision.build().batch_invariant:
+        if not batch_invariant(self.precision):
             name = HIGH if self.precision is None else self.precision.name
             raise ValueError(
                 f"exact = true needs the precision int8_w8a8, w4a8 or fp8_w8a8 with block = true, not {name!r}: there "
