@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from lockstep.models import kv
 from lockstep.models.engine_view import engine_view
+from lockstep.models.lowbit import LowBitWeights
 from lockstep.models.releasable import Releasable
 from lockstep.models.routing import find_routers
 from lockstep.models.tiny import SPECIALS, TinyModel, byte_tokenizer, tiny_model
@@ -43,18 +44,19 @@ def engine_core(
     end: Sequence[int] = (),
     record: bool = False,
     share: bool = False,
+    low_bit: LowBitWeights | None = None,
     **config: Any,
 ) -> EngineCore:
     """An engine on its own copy of the weights, or with `share` on the module's; `pages` is how much memory it has,
-    `record` is for expert routes."""
+    `record` is for expert routes, `low_bit` takes the place of matrices."""
     if pages is not None:
         text = module.config.get_text_config()
         heads, key, value = kv.kv_shape(text)
-        page_bytes = text.num_hidden_layers * PAGE_SIZE * heads * (key + value) * 4 + 64 * record
+        page_bytes = text.num_hidden_layers * PAGE_SIZE * heads * (key + value) * module.dtype.itemsize + 64 * record
         config["kv_gib"] = (pages + 0.5) * page_bytes / 2**30
     routers = find_routers(module) if record else None
     memory = Releasable(module.device) if config.get("sleep") else None
-    view = engine_view(module, share=share, routers=routers, memory=memory)
+    view = engine_view(module, share=share, low_bit=low_bit, routers=routers, memory=memory)
     return EngineCore(view, byte_tokenizer(), end, RolloutConfig(**config), routers, memory)
 
 

@@ -232,6 +232,25 @@ def test_experts_and_draws(compiled: list[str]) -> None:
     assert {"_count", "_place", "_product", "_combine", "_survey", "_pick"} <= set(compiled)
 
 
+@pytest.mark.parametrize("rows", [1, 32, 64, 128, 300])
+def test_exact_logits(rows: int, compiled: list[str]) -> None:
+    from lockstep.models.kernels.output import linear, log_probs
+
+    weight = torch.zeros(151_936, 1024, dtype=BF16)
+    logits = linear(torch.zeros(rows, 1024, dtype=BF16), weight, None, BF16)
+    log_probs(logits, numbers(rows), 1.0)
+    assert compiled == ["_linear", "_survey", "_log_probs"]
+
+
+def test_exact_norms(compiled: list[str]) -> None:
+    from lockstep.models.kernels.pointwise import Exact
+
+    x, weight = torch.zeros(16, 4096, dtype=BF16), torch.ones(4096, dtype=BF16)
+    Exact.rms_norm(x, weight, 1e-6)
+    Exact.add_rms_norm(x, x, weight, 1e-6)
+    assert compiled == ["_rms_norm", "_rms_norm"]
+
+
 def codes(*shape: int, dtype: torch.dtype) -> Tensor:
     return torch.zeros(shape, dtype=torch.int8).view(dtype)
 

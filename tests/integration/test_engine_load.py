@@ -16,8 +16,12 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from engine_support import engine_core, prompt, rescore, sharpen
+from engine_support import engine_core, finish, prompt, rescore, sharpen
+from lockstep.models.exact import make_exact
+from lockstep.models.lowbit import LowBitWeights
 from lockstep.models.tiny import TinyModel, tiny_model
+from lockstep.rollout.config import RolloutConfig
+from lockstep.rollout.core import EngineCore
 from lockstep.rollout.engines.embedded import Embedded
 from lockstep.types import Completion, Request, SamplingParams, StopReason
 from lockstep.weights.memory import Memory
@@ -101,6 +105,13 @@ class Load:
 def under_load(num_batches: int, *, updates: bool, seed: int) -> Load:
     versions = [module(seed) for seed in range(NUM_VERSIONS)]
     core = engine_core(copy.deepcopy(versions[0]).to(DEVICE), pages=PAGES, max_seqs=ROWS, step_tokens=64)
+    return load_engine(core, versions, num_batches, updates=updates, seed=seed)
+
+
+def load_engine(
+    core: EngineCore, versions: Sequence[PreTrainedModel], num_batches: int, *, updates: bool, seed: int
+) -> Load:
+    """Which has PAGES pages and ROWS rows."""
     store = Memory(snapshot=True)
     store.put(0, versions[0].state_dict())
 
@@ -158,10 +169,35 @@ def test_answers_do_not_depend_on_the_load() -> None:
     """Without updates, greedy or seeded, they are those of an engine that has one request at a time."""
     load = under_load(3, updates=False, seed=5)
     core = engine_core(copy.deepcopy(load.versions[0]).to(DEVICE))
-    whole = {uid: c for uid, c in load.answered.items() if c.stop_reason is not StopReason.ABORTED}
-    for uid, completion in whole.items():
-        core.add([load.asked[uid]])
-        alone: list[Completion] = []
-        while core.busy:
-            alone += core.step()
-        assert alone[0].tokens == completion.tokens
+    for uid, completion in whole(load).items():
+        assert finish(core, [load.asked[uid]])[uid].tokens == completion.tokens
+
+
+def whole(load: Load) -> dict[str, Completion]:
+    """The answers that nobody ended early."""
+    return {uid: c for uid, c in load.answered.items() if c.stop_reason is not StopReason.ABORTED}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a CUDA device")
+@pytest.mark.parametrize("num_batches", [5, pytest.param(130, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("precision", ["int8_w8a8", {"name": "w4a8", "inputs": "fp8"}])
+def test_exact_answers_are_bit_for_bit_those_of_one_at_a_time(precision: object, num_batches: int) -> None:
+    """`rollout.exact`, in bfloat16: not only the tokens, every log-prob."""
+    config = RolloutConfig.model_validate({"precision": precision, "exact": True})
+    assert config.precision is not None
+    shape = TinyModel(hidden=256, layers=3, heads=4, context=128)
+    model = sharpen(tiny_model(shape, 0), 0, std=0.1).to(DEVICE, torch.bfloat16)
+    make_exact(model)
+
+    def core(**options: int) -> EngineCore:
+        low_bit = LowBitWeights(model, config.precision)  # type: ignore[arg-type]
+        return engine_core(model, low_bit=low_bit, share=True, precision=config.precision, exact=True, **options)
+
+    loaded = core(pages=PAGES, max_seqs=ROWS, step_tokens=64)
+    load = load_engine(loaded, [model], num_batches, updates=False, seed=6)
+    one_at_a_time = core()
+    for uid, completion in whole(load).items():
+        alone = finish(one_at_a_time, [load.asked[uid]])[uid]
+        assert (alone.tokens, alone.logp) == (completion.tokens, completion.logp)
+    print(f"{len(load.asked)} requests, {len(whole(load))} answers as they are one at a time")

@@ -25,7 +25,7 @@ from lockstep.learner.ranks import Ranks
 from lockstep.learner.step import LearnerCore
 from lockstep.learner.update_scale import UpdateScale
 from lockstep.models import loading, varlen
-from lockstep.models.exact import learn_exactly, refuse_inexact
+from lockstep.models.exact import learn_exactly, make_exact
 from lockstep.models.head import install_head
 from lockstep.models.loading import Loaded, ModelConfig
 from lockstep.models.lowbit import LowBitWeights
@@ -42,13 +42,17 @@ from lockstep.weights import memory as weights_memory
 
 
 def load_model(recipe: Recipe, checkpoint: Path | str | None = None) -> Loaded:
-    """The recipe's model, or the one in a checkpoint of its run; checked against plain transformers either way."""
+    """The recipe's model, or the one in a checkpoint of its run; checked against plain transformers either way.
+
+    ConfigError if the recipe asks for exactness that this model, or this device, does not have."""
     device = choose_device(recipe.device)
     config = recipe.model
     if checkpoint is not None:
         config = ModelConfig(path=str(checkpoint), float32_logits=config.float32_logits)
     loaded = loading.load(config, dtype=recipe.learner.torch_dtype(device), device=device, seed=recipe.seed)
     self_check(loaded.module)
+    if recipe.rollout.exact:
+        make_exact(loaded.module)
     return loaded
 
 
@@ -122,8 +126,6 @@ class Training(Sampling):
     """All roles of a training run on this process."""
 
     def __init__(self, recipe: Recipe, loaded: Loaded, recorder: Recorder, *, version: int = 0) -> None:
-        if recipe.rollout.exact:
-            refuse_inexact(loaded.module)
         ranks = Ranks.current(loaded.module.device)
         share = recipe.train.max_staleness == 0 and ranks.world == 1
         routers = routers_of(recipe, loaded, lambda text: recorder.event(version, "routing", text))

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from lockstep.config import ConfigError
 from lockstep.config.loading import validate
 from lockstep.models.engine_view import engine_view
-from lockstep.models.exact import refuse_inexact
+from lockstep.models.exact import make_exact
 from lockstep.models.loading import ModelConfig, load, quietly
 from lockstep.models.lowbit import LowBitWeights
 from lockstep.models.routing import Routers, find_routers
@@ -45,7 +45,7 @@ def lockstep(folder: Path, device: torch.device, options: dict[str, Any]) -> Con
     self_check(loaded.module)
     config = rollout_config(options)
     if config.exact:
-        refuse_inexact(loaded.module)
+        make_exact(loaded.module)
     low_bit = LowBitWeights(loaded.module, config.precision) if config.precision is not None else None
     routers = _recorded(loaded.module) if options.get("record", True) else None
     view = engine_view(loaded.module, share=True, low_bit=low_bit, routers=routers)

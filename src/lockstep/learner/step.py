@@ -163,7 +163,7 @@ class LearnerCore:
 
     def load_reference(self, path: str) -> None:
         """The checkpoint the algorithm's KL term is to; without one a step fails. Part of no state: see the recipe."""
-        float32_logits = find_head(self.updater.module).float32
+        float32_logits = find_head(self.updater.module).logits.float32
         self.updater.reference = Reference(path, self.updater.dtype, self.ranks, float32_logits=float32_logits)
 
     def weights(self) -> dict[str, Tensor]:

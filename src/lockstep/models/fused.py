@@ -27,6 +27,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from lockstep.models import kernels, pointwise
 from lockstep.models.arguments import refuse_unsupported
 from lockstep.models.few_rows import linear_function
+from lockstep.models.head import is_exact
 from lockstep.models.kv import Pages, kv_shape
 from lockstep.models.paged import PagedStep, attend
 from lockstep.quant.encoded import Encoded
@@ -101,7 +102,7 @@ def _operators(view: PreTrainedModel) -> Operators:
         return pointwise
     from lockstep.models.kernels import pointwise as compiled
 
-    return compiled
+    return compiled.Exact() if is_exact(view) else compiled
 
 
 def _fuse_layer(layer: Any, operators: Operators) -> None:

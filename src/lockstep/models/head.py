@@ -9,7 +9,7 @@ Shapes: R rows asked for, D hidden width, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -42,12 +42,43 @@ class LogitTransform:
         return self.scale if self.softcap is None else self.scale * (1 - (z / self.softcap) ** 2)
 
 
-class Float32Logits(nn.Linear):
-    """An output layer whose logits are not rounded to the model's dtype. In bfloat16 a logit of 10 is rounded to the
-    nearest 1/16: what differs ever so little between sampler and learner becomes a step of that size, or nothing."""
+@dataclass(frozen=True, slots=True)
+class Logits:
+    """How an output layer computes them: plainly, they are rounded to the model's dtype."""
+
+    float32: bool = False
+    """Not rounded. In bfloat16 a logit of 10 is rounded to the nearest 1/16: what differs ever so little between
+    sampler and learner becomes a step of that size, or nothing."""
+
+    exact: bool = False
+    """On a GPU, a row's are the same bits whatever rows are computed with it, and so are its log-probs."""
+
+    def __call__(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        if self.exact:
+            from lockstep.models.kernels import output
+
+            return output.linear(input, weight, bias, torch.float32 if self.float32 else input.dtype)
+        return float32_linear(input, weight, bias) if self.float32 else F.linear(input, weight, bias)
+
+    def log_probs(self, raw: Tensor, z: Tensor, targets: Tensor, T: float) -> tuple[Tensor, Tensor]:
+        """(log-prob of the targets, log of the sum of exponentials) of raw logits, or of z: these transformed, over T.
+        Models that may be exact transform nothing."""
+        if self.exact:
+            from lockstep.models.kernels import output
+
+            return output.log_probs(raw, targets, T)
+        lse = z.logsumexp(-1)
+        return z.gather(1, targets[:, None]).squeeze(1) - lse, lse
+
+
+class OutputLayer(nn.Linear):
+    """One whose logits are computed otherwise than plainly. In the place of a model's own, every view of the model
+    that is made from there on has it."""
+
+    logits: Logits
 
     def forward(self, input: Tensor) -> Tensor:
-        return float32_linear(input, self.weight, self.bias)
+        return self.logits(input, self.weight, self.bias)
 
 
 def float32_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -58,15 +89,29 @@ def float32_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) ->
     return raw if bias is None else raw + bias
 
 
+def logits_of(linear: nn.Linear) -> Logits:
+    return linear.logits if isinstance(linear, OutputLayer) else Logits()
+
+
+def is_exact(module: PreTrainedModel) -> bool:
+    linear = module.get_output_embeddings()
+    return isinstance(linear, nn.Linear) and logits_of(linear).exact
+
+
 def keep_logits(module: PreTrainedModel) -> None:
-    """In float32, in every view of the model that is made from here on. On a CPU that takes long: it has no such
-    product of bfloat16."""
+    """In float32. On a CPU that takes long: it has no such product of bfloat16."""
     linear = module.get_output_embeddings()
     if isinstance(linear, nn.Linear) and linear.weight.dtype == torch.float32:
         return
     if type(linear) is not nn.Linear:
         raise ConfigError(f"model.float32_logits needs a linear output layer; this one is {type(linear).__name__}")
-    linear.__class__ = Float32Logits  # with its parameters, tied or not
+    compute_logits(linear, Logits(float32=True))
+
+
+def compute_logits(linear: nn.Linear, logits: Logits) -> None:
+    """From here on by that. The layer keeps its parameters, tied or not."""
+    linear.__class__ = OutputLayer
+    linear.logits = logits  # type: ignore[assignment]
 
 
 class LogProbHead(nn.Module):
@@ -81,15 +126,10 @@ class LogProbHead(nn.Module):
         super().__init__()
         self.weight = linear.weight  # [V, D]
         self.register_parameter("bias", linear.bias)
-        self.product = float32_linear if isinstance(linear, Float32Logits) else F.linear
+        self.logits = logits_of(linear)
         self.transform = transform
         self.value = _zero_linear(linear) if with_value else None
         self._request: tuple[Tensor, Tensor, float] | None = None
-
-    @property
-    def float32(self) -> bool:
-        """Whether logits are kept as `Float32Logits` has them."""
-        return self.product is float32_linear
 
     @contextmanager
     def scoring(self, rows: Tensor, targets: Tensor, temperature: float) -> Iterator[None]:
@@ -102,11 +142,11 @@ class LogProbHead(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         if self._request is None:
-            raw = self.product(hidden, self.weight, self.bias)
+            raw = self.logits(hidden, self.weight, self.bias)
             return self.transform(raw).to(raw.dtype)
         rows, targets, temperature = self._request
         hidden = hidden.squeeze(0).index_select(0, rows)
-        arguments = hidden, self.weight, self.bias, targets, temperature, self.transform, self.product
+        arguments = hidden, self.weight, self.bias, targets, temperature, self.transform, self.logits
         outputs = list(_ChunkedLogProb.apply(*arguments))
         if self.value is not None:
             outputs.append(self.value(hidden).squeeze(-1).float())
@@ -125,17 +165,17 @@ class _ChunkedLogProb(torch.autograd.Function):
         targets: Tensor,
         T: float,
         transform: LogitTransform,
-        product: Callable[..., Tensor],
+        logits: Logits,
     ) -> tuple[Tensor, Tensor]:
         logp, entropy, lse = h.new_empty((3, len(h)), dtype=torch.float32)
         for s in _chunks(h, W):
-            z = transform(product(h[s], W, bias)).div_(T)
-            torch.logsumexp(z, -1, out=lse[s])
-            torch.sub(z.gather(1, targets[s, None]).squeeze(1), lse[s], out=logp[s])
+            raw = logits(h[s], W, bias)
+            z = transform(raw).div_(T)
+            logp[s], lse[s] = logits.log_probs(raw, z, targets[s], T)
             z = z.sub_(lse[s, None])
             torch.sum(z.exp().mul_(z), -1, out=entropy[s]).neg_()
         ctx.save_for_backward(h, W, bias, targets, lse)
-        ctx.T, ctx.transform, ctx.product = T, transform, product
+        ctx.T, ctx.transform, ctx.logits = T, transform, logits
         ctx.mark_non_differentiable(entropy)
         return logp, entropy
 
@@ -147,7 +187,7 @@ class _ChunkedLogProb(torch.autograd.Function):
         grad_b = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
         for s in _chunks(h, W):
             g = grads[0][s, None]
-            z = ctx.transform(ctx.product(h[s], W, bias))
+            z = ctx.transform(ctx.logits(h[s], W, bias))
             slope = ctx.transform.slope(z) / ctx.T
             grad_z = z.div_(ctx.T).sub_(lse[s, None]).exp_().mul_(-g)
             grad_z = grad_z.scatter_add_(1, targets[s, None], g).mul_(slope)

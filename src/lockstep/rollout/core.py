@@ -11,6 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lockstep.config import ConfigError
 from lockstep.models import kernels
+from lockstep.models.head import is_exact
 from lockstep.models.kv import KVCache
 from lockstep.models.operators import engine_operators
 from lockstep.models.releasable import Releasable
@@ -45,6 +46,7 @@ class EngineCore:
     ) -> None:
         """With `routers`, which the module must obey, the experts of every token are recorded. What lies in `memory`
         (keys and values, routes, and the module's weights if they do) is given up in `sleep`."""
+        assert config.exact == is_exact(module), "a view is exact if its model was made so before"
         self.module = module
         self.tokenizer = tokenizer
         self.end_tokens = frozenset(end_tokens)

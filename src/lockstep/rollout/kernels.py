@@ -1,9 +1,9 @@
 """Sampling from large vocabularies in Triton: the logits are read once and never sorted, written or made float32.
 
-First every piece of a row's vocabulary reports its largest logit and its mass; then the piece that the uniform number
-falls into, or the largest logit, is searched. The same inversion of the cumulative distribution as `sampler.sample`;
-the masses of pieces add up in float64, those within a piece in float32, so a draw can differ from the torch code's
-where u lands within 1e-7 of a token's bound.
+First every piece of a row's vocabulary reports its largest logit and its mass (`models/kernels/output.py`); then the
+piece that the uniform number falls into, or the largest logit, is searched. The same inversion of the cumulative
+distribution as `sampler.sample`; the masses of pieces add up in float64, those within a piece in float32, so a draw can
+differ from the torch code's where u lands within 1e-7 of a token's bound.
 """
 
 # pyright: reportMissingImports=false, reportIndexIssue=false
@@ -15,9 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lockstep.models.kernels.output import PIECE, masses_of_pieces, scaled_logits, survey
 from lockstep.quant.kernels.triton_tiles import DEPENDENT, await_inputs, let_next_start
-
-PIECE = 4096
 
 
 def draw(
@@ -26,17 +25,14 @@ def draw(
     """(token, log-prob) of each row; greedy rows take the first largest logit."""
     logits_BV = logits_BV.contiguous()
     batch, vocab = logits_BV.shape
-    pieces = triton.cdiv(vocab, PIECE)
-    top, mass = logits_BV.new_empty(2, batch, pieces, dtype=torch.float32)
+    top, mass = survey(logits_BV, temperature_B)
+    pieces = top.shape[1]
     tokens = logits_BV.new_empty(batch, dtype=torch.int64)
     logp = logits_BV.new_empty(batch, dtype=torch.float32)
-    _survey[batch, pieces](
-        logits_BV, temperature_B, top, mass, vocab, pieces, PIECE=PIECE, DEPENDENT=DEPENDENT, launch_pdl=DEPENDENT,
-        num_warps=4,
-    )  # fmt: skip
     _pick[(batch,)](
         logits_BV, temperature_B, greedy_B, seed_B.contiguous(), position_B, top, mass, tokens, logp, vocab, pieces,
         PIECE=PIECE, PIECES=triton.next_power_of_2(pieces), DEPENDENT=DEPENDENT, launch_pdl=DEPENDENT, num_warps=4,
+        enable_fp_fusion=False,
     )  # fmt: skip
     return tokens, logp
 
@@ -60,28 +56,6 @@ def _mix(z):
 
 
 @triton.jit
-def _logits(logits_ptr, temperature_ptr, row, place, vocab):
-    temperature = tl.load(temperature_ptr + row)
-    x = tl.load(logits_ptr + row * vocab + place, mask=place < vocab, other=float("-inf")).to(tl.float32)
-    return x / temperature
-
-
-@triton.jit
-def _survey(
-    logits_ptr, temperature_ptr, top_ptr, mass_ptr, vocab, pieces, PIECE: tl.constexpr, DEPENDENT: tl.constexpr
-):  # fmt: skip
-    let_next_start(DEPENDENT)
-    await_inputs(DEPENDENT)
-    row, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    place = piece * PIECE + tl.arange(0, PIECE)
-    x = _logits(logits_ptr, temperature_ptr, row, place, vocab)
-    top = tl.max(x, 0)
-    shift = tl.where(top == float("-inf"), 0.0, top)
-    tl.store(top_ptr + row * pieces + piece, top)
-    tl.store(mass_ptr + row * pieces + piece, tl.sum(tl.exp(x - shift), 0))
-
-
-@triton.jit
 def _pick(
     logits_ptr, temperature_ptr, greedy_ptr, seed_ptr, position_ptr, top_ptr, mass_ptr, tokens_ptr, logp_ptr,
     vocab, pieces, PIECE: tl.constexpr, PIECES: tl.constexpr, DEPENDENT: tl.constexpr,
@@ -89,10 +63,7 @@ def _pick(
     let_next_start(DEPENDENT)
     await_inputs(DEPENDENT)
     row, p = tl.program_id(0).to(tl.int64), tl.arange(0, PIECES)
-    tops = tl.load(top_ptr + row * pieces + p, mask=p < pieces, other=float("-inf"))
-    top = tl.max(tops, 0)
-    masses = tl.load(mass_ptr + row * pieces + p, mask=p < pieces, other=0.0).to(tl.float64)
-    masses = tl.where(masses == 0, 0.0, masses * tl.exp(tops - top).to(tl.float64))  # NaN stays, into the log-prob
+    tops, top, masses = masses_of_pieces(top_ptr, mass_ptr, row, pieces, PIECES)
     below = tl.cumsum(masses, 0)
     total = tl.sum(masses, 0)
     target = _uniform(tl.load(seed_ptr + row), tl.load(position_ptr + row)) * total
@@ -103,11 +74,11 @@ def _pick(
     greedy = tl.load(greedy_ptr + row) != 0
     piece = tl.where(greedy, tl.argmax(tops, 0), piece)
     place = piece * PIECE + tl.arange(0, PIECE)
-    x = _logits(logits_ptr, temperature_ptr, row, place, vocab)
+    x = scaled_logits(logits_ptr, temperature_ptr, row, place, vocab)
     weight = tl.exp(x - top)
     before = tl.sum((tl.cumsum(weight, 0) <= rest).to(tl.int32), 0)
     drawn = tl.minimum(piece * PIECE + before, tl.max(tl.where(weight > 0, place, 0), 0))
     token = tl.where(greedy, tl.min(tl.where(x == top, place, vocab - 1), 0), drawn)
-    logit = tl.load(logits_ptr + row * vocab + token).to(tl.float32) / tl.load(temperature_ptr + row)
+    logit = scaled_logits(logits_ptr, temperature_ptr, row, token, vocab)
     tl.store(tokens_ptr + row, token.to(tl.int64))
     tl.store(logp_ptr + row, logit - top - tl.log(total).to(tl.float32))

@@ -1,10 +1,10 @@
 """What stands between the matrix products of a decoder layer, each as one Triton kernel.
 
 Every value is rounded where the modules of transformers round it, so that the learner, which runs those, differs by the
-order of sums only. (A product and a sum must not be fused: they would round once, not twice.) Sums of norms are
-float64: whoever else takes them so rounds the same in practice, in any order. With a `code`, the kernel that makes a
-low-bit product's input also encodes it: to the same codes as the kernels of `lockstep.quant` would, which the learner
-runs.
+order of sums only. (A product and a sum must not be fused: they would round once, not twice.) With `Exact` the sums of
+norms are float64: whoever else takes them so rounds the same in practice, in any order. With a `code`, the kernel that
+makes a low-bit product's input also encodes it: to the same codes as the kernels of `lockstep.quant` would, which the
+learner runs.
 
 Shapes: N tokens, HQ query heads, H key/value heads, D head size.
 """
@@ -43,7 +43,7 @@ def add_rms_norm(
 
 
 def _norm(
-    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, code: InputCode | None
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, code: InputCode | None, exact: bool = False
 ) -> tuple[Tensor, Rows]:
     x, size = x.contiguous(), x.shape[-1]
     total = x if residual is None else torch.empty_like(x)
@@ -51,7 +51,7 @@ def _norm(
     normed = _empty(x.shape, x, code)
     block = max(GROUP, triton.next_power_of_2(size))
     _rms_norm[(x.numel() // size,)](
-        x, residual, weight, total, *_pointers(normed), eps, size, BLOCK=block, LINE=_line(code, block),
+        x, residual, weight, total, *_pointers(normed), eps, size, BLOCK=block, LINE=_line(code, block), EXACT=exact,
         DEPENDENT=DEPENDENT, launch_pdl=DEPENDENT, num_warps=_warps(block), enable_fp_fusion=False,
     )  # fmt: skip
     return total, normed
@@ -120,6 +120,8 @@ def rotate_and_store(
     rotary: tuple[Tensor, Tensor],
     slots_N: Tensor,
     cache: Pages,
+    *,
+    exact: bool = False,
 ) -> Tensor:
     """Queries [N, HQ, D], normalised (if the model does) and rotated; keys likewise and values go to their slots."""
     cos, sin = (table.reshape(-1, table.shape[-1]).contiguous() for table in rotary)
@@ -133,15 +135,44 @@ def rotate_and_store(
     _rotate_and_store[triton.cdiv(num_tokens, tokens), heads](
         qkv_N, query_norm, key_norm, cos, sin, slots_N, query, *cache, eps, qkv_N.stride(0), num_tokens, TOKENS=tokens,
         H=heads, G=group, GP=triton.next_power_of_2(group), D=size, S=cache.keys.shape[1], NORM=norms is not None,
-        DEPENDENT=DEPENDENT, launch_pdl=DEPENDENT, num_warps=1, enable_fp_fusion=False,
+        EXACT=exact, DEPENDENT=DEPENDENT, launch_pdl=DEPENDENT, num_warps=1, enable_fp_fusion=False,
     )  # fmt: skip
     return query
+
+
+class Exact:
+    """The same, with sums of norms in float64."""
+
+    @staticmethod
+    def rms_norm(x: Tensor, weight: Tensor, eps: float, code: InputCode | None = None) -> Rows:
+        return _norm(x, None, weight, eps, code, exact=True)[1]
+
+    @staticmethod
+    def add_rms_norm(
+        x: Tensor, residual: Tensor, weight: Tensor, eps: float, code: InputCode | None = None
+    ) -> tuple[Tensor, Rows]:
+        return _norm(x, residual, weight, eps, code, exact=True)
+
+    @staticmethod
+    def gated_silu(gate_up: Tensor, code: InputCode | None) -> Rows:
+        return gated_silu(gate_up, code)
+
+    @staticmethod
+    def rotate_and_store(
+        qkv_N: Tensor,
+        norms: tuple[Tensor, Tensor] | None,
+        eps: float,
+        rotary: tuple[Tensor, Tensor],
+        slots_N: Tensor,
+        cache: Pages,
+    ) -> Tensor:
+        return rotate_and_store(qkv_N, norms, eps, rotary, slots_N, cache, exact=True)
 
 
 @triton.jit
 def _rms_norm(
     x_ptr, residual_ptr, weight_ptr, total_ptr, out_ptr, codes_ptr, scales_ptr, eps, size,
-    BLOCK: tl.constexpr, LINE: tl.constexpr, DEPENDENT: tl.constexpr,
+    BLOCK: tl.constexpr, LINE: tl.constexpr, EXACT: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     let_next_start(DEPENDENT)
     await_inputs(DEPENDENT)
@@ -153,9 +184,16 @@ def _rms_norm(
         x = (x + tl.load(residual_ptr + row * size + d, mask=d < size, other=0.0).to(tl.float32)).to(kind)
         tl.store(total_ptr + row * size + d, x, mask=d < size)
         x = x.to(tl.float32)
-    x = (x * tl.rsqrt((tl.sum((x * x).to(tl.float64), 0) / size).to(tl.float32) + eps)).to(kind)
+    x = (x * tl.rsqrt(_sum(x * x, 0, EXACT) / size + eps)).to(kind)
     normed = (weight.to(tl.float32) * x.to(tl.float32)).to(kind)
     _hand_on(normed, out_ptr, codes_ptr, scales_ptr, row, 0, size, BLOCK, LINE)
+
+
+@triton.jit
+def _sum(x, axis: tl.constexpr, EXACT: tl.constexpr):
+    if EXACT:
+        return tl.sum(x.to(tl.float64), axis).to(tl.float32)
+    return tl.sum(x, axis)
 
 
 @triton.jit
@@ -228,9 +266,9 @@ def _rotary(inv_freq_ptr, positions_ptr, cos_ptr, sin_ptr, scaling, HALF: tl.con
 
 
 @triton.jit
-def _normed(x, partner, weight_ptr, d, other, eps, kind: tl.constexpr, D: tl.constexpr):
+def _normed(x, partner, weight_ptr, d, other, eps, kind: tl.constexpr, D: tl.constexpr, EXACT: tl.constexpr):
     """Heads [H, D] and, in the same way, the other half of each: what rotation pairs them with."""
-    scale = tl.rsqrt((tl.sum((x * x).to(tl.float64), 1) / D).to(tl.float32) + eps)[:, None]
+    scale = tl.rsqrt(_sum(x * x, 1, EXACT) / D + eps)[:, None]
     x = (x * scale).to(kind).to(tl.float32) * tl.load(weight_ptr + d).to(tl.float32)[None, :]
     partner = (partner * scale).to(kind).to(tl.float32) * tl.load(weight_ptr + other).to(tl.float32)[None, :]
     return x.to(kind).to(tl.float32), partner.to(kind).to(tl.float32)
@@ -239,12 +277,12 @@ def _normed(x, partner, weight_ptr, d, other, eps, kind: tl.constexpr, D: tl.con
 @triton.jit
 def _rotated(
     x_ptr, weight_ptr, cos, sin, sign, heads, d, other, eps, kind: tl.constexpr, H: tl.constexpr, D: tl.constexpr,
-    NORM: tl.constexpr,
+    NORM: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     x = tl.load(x_ptr + heads[:, None] * D + d, mask=(heads < H)[:, None], other=0.0).to(tl.float32)
     partner = tl.load(x_ptr + heads[:, None] * D + other, mask=(heads < H)[:, None], other=0.0).to(tl.float32)
     if NORM:
-        x, partner = _normed(x, partner, weight_ptr, d, other, eps, kind, D)
+        x, partner = _normed(x, partner, weight_ptr, d, other, eps, kind, D, EXACT)
     straight = (x * cos).to(kind).to(tl.float32)
     crossed = (sign * partner * sin).to(kind).to(tl.float32)
     return (straight + crossed).to(kind)
@@ -255,7 +293,7 @@ def _rotate_and_store(
     qkv_ptr, query_norm_ptr, key_norm_ptr, cos_ptr, sin_ptr, slots_ptr, query_ptr, keys_ptr, values_ptr,
     key_scales_ptr, value_scales_ptr, eps, stride, num_tokens, TOKENS: tl.constexpr,
     H: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, S: tl.constexpr, NORM: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    EXACT: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Some tokens' keys and values of one head, and the queries that read them."""
     let_next_start(DEPENDENT)
@@ -270,11 +308,13 @@ def _rotate_and_store(
         sin = tl.load(sin_ptr + token * D + d).to(tl.float32)
         row = qkv_ptr + token * stride
 
-        q = _rotated(row + head * G * D, query_norm_ptr, cos, sin, sign, g, d, other, eps, kind, G, D, NORM)
+        q = _rotated(row + head * G * D, query_norm_ptr, cos, sin, sign, g, d, other, eps, kind, G, D, NORM, EXACT)
         tl.store(query_ptr + ((token * H + head) * G + g[:, None]) * D + d, q, mask=(g < G)[:, None])
         slot = tl.load(slots_ptr + token).to(tl.int64)
         slot, scale = slot * H + head, (slot // S * H + head) * S + slot % S
-        k = _rotated(row + (H * G + head) * D, key_norm_ptr, cos, sin, sign, one, d, other, eps, kind, 1, D, NORM)
+        k = _rotated(
+            row + (H * G + head) * D, key_norm_ptr, cos, sin, sign, one, d, other, eps, kind, 1, D, NORM, EXACT
+        )
         _store(keys_ptr, key_scales_ptr, slot, scale, k, one, d, D)
         v = tl.load(row + (H * G + H + head) * D + one[:, None] * D + d)
         _store(values_ptr, value_scales_ptr, slot, scale, v, one, d, D)
