@@ -1,5 +1,5 @@
 """The engine under load loses nothing: thousands of requests of random lengths, stops, aborts, weight updates and too
-few pages; every log-prob is that of a full forward of the version that drew the token.
+few pages; every log-prob is that of a full forward of the version that drew the token, and memory does not grow.
 
 Runs on a GPU where there is one. `pytest -m slow tests/integration/test_engine_load.py` is the whole of it.
 """
@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import gc
 import random
-from collections.abc import Sequence
+import resource
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 import pytest
@@ -23,11 +25,13 @@ from lockstep.models.tiny import TinyModel, tiny_model
 from lockstep.rollout.config import RolloutConfig
 from lockstep.rollout.core import EngineCore
 from lockstep.rollout.engines.embedded import Embedded
+from lockstep.rollout.sequence import Sequence
 from lockstep.types import Completion, Request, SamplingParams, StopReason
 from lockstep.weights.memory import Memory
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 NUM_VERSIONS, CLIENTS, PAGES, ROWS = 3, 12, 32, 16
+MOST_GROWN_MIB = 64  # with thousands of answers that the test keeps
 BOUND = 2e-3  # nats, float32: the largest seen is a tenth of it
 
 
@@ -39,7 +43,7 @@ def module(seed: int) -> PreTrainedModel:
 class Load:
     """Clients that ask one after the other, and what came of it."""
 
-    versions: Sequence[PreTrainedModel]
+    versions: Seq[PreTrainedModel]
     engine: Embedded
     store: Memory
     rng: random.Random
@@ -47,6 +51,10 @@ class Load:
     answered: dict[str, Completion] = field(default_factory=dict)
     abandoned: set[str] = field(default_factory=set)
     version: int = 0
+    grown_mib: tuple[float, float] = (
+        0.0,
+        0.0,
+    )  # the process and its device memory, from a tenth of the load to its end
 
     def request(self, uid: str) -> Request:
         """One prompt in three is another's: shared pages. One in four ends by a string or a token of its own."""
@@ -61,8 +69,8 @@ class Load:
         )
         return Request(uid=uid, tokens=prompt(rng.choice([1, 5, 16, 17, 40]), seed), params=params)
 
-    async def client(self, name: int, num_batches: int) -> None:
-        for batch in range(num_batches):
+    async def client(self, name: int, batches: range) -> None:
+        for batch in batches:
             requests = [self.request(f"{name}/{batch}/{n}") for n in range(self.rng.randint(1, 6))]
             self.asked |= {r.uid: r for r in requests}
             fate = self.rng.random()
@@ -86,7 +94,12 @@ class Load:
 
     async def run(self, num_batches: int, *, updates: bool) -> None:
         updating = asyncio.create_task(self.updates()) if updates else None
-        await asyncio.gather(*(self.client(n, num_batches) for n in range(CLIENTS)))
+        tenth = -(-num_batches // 10)
+        await asyncio.gather(*(self.client(n, range(tenth)) for n in range(CLIENTS)))
+        before = memory_mib()
+        await asyncio.gather(*(self.client(n, range(tenth, num_batches)) for n in range(CLIENTS)))
+        process, device = memory_mib()
+        self.grown_mib = process - before[0], device - before[1]
         if updating is not None:
             updating.cancel()
 
@@ -102,6 +115,12 @@ class Load:
         return worst
 
 
+def memory_mib() -> tuple[float, float]:
+    """The most that the process has had at a time, and what it has on the device."""
+    device = torch.cuda.memory_allocated() if DEVICE.type == "cuda" else 0
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10, device / 2**20
+
+
 def under_load(num_batches: int, *, updates: bool, seed: int) -> Load:
     versions = [module(seed) for seed in range(NUM_VERSIONS)]
     core = engine_core(copy.deepcopy(versions[0]).to(DEVICE), pages=PAGES, max_seqs=ROWS, step_tokens=64)
@@ -109,7 +128,7 @@ def under_load(num_batches: int, *, updates: bool, seed: int) -> Load:
 
 
 def load_engine(
-    core: EngineCore, versions: Sequence[PreTrainedModel], num_batches: int, *, updates: bool, seed: int
+    core: EngineCore, versions: Seq[PreTrainedModel], num_batches: int, *, updates: bool, seed: int
 ) -> Load:
     """Which has PAGES pages and ROWS rows."""
     store = Memory(snapshot=True)
@@ -132,6 +151,10 @@ def load_engine(
     assert not load.engine._outboxes
     assert not load.engine._uids
     assert scheduler.counters.preemptions > 0, "there were pages enough: this was no load"
+    gc.collect()
+    assert not any(type(o) is Sequence for o in gc.get_objects()), "requests are kept that have ended"
+    assert load.grown_mib[0] < MOST_GROWN_MIB
+    assert load.grown_mib[1] < 1
     return load
 
 
@@ -160,9 +183,10 @@ def test_nothing_is_lost_of_five_thousand() -> None:
     load = under_load(130, updates=True, seed=4)
     assert len(load.asked) >= 5000
     check(load)
-    print(
-        f"{len(load.asked)} requests, {load.version} updates, worst |log-prob difference| {load.worst_difference():.2e}"
-    )
+    process, device = load.grown_mib
+    grown = f"{process:.1f} MiB more in the process, {device:.1f} on the device"
+    worst = f"worst |log-prob difference| {load.worst_difference():.2e}"
+    print(f"{len(load.asked)} requests, {load.version} updates, {worst}, {grown}")
 
 
 def test_answers_do_not_depend_on_the_load() -> None:
