@@ -42,7 +42,7 @@ class RolloutConfig(Config):
     kv_precision: Literal["high", "fp8"] = "high"
     """keys and values in the model's precision, or in 8 bits, scaled by head and token: half the memory"""
     exact: bool = False
-    """on a GPU, in int8_w8a8, w4a8 or fp8_w8a8 with blocks: engine and learner compute the same bits up to the head"""
+    """on a GPU, in int8_w8a8, w4a8 or fp8_w8a8 with blocks: log-probs are the same bits in engine and learner"""
     sleep: bool = False
     """its memory is the learner's while that learns, which begins when the last answer is there; without staleness"""
     compile: bool = True
