@@ -90,30 +90,32 @@ def sample(logits_BV: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor]:
         from lockstep.rollout.kernels import draw
 
         return draw(logits_BV, temperature, batch.greedy, batch.seed, batch.position)
-    logp_BV = (logits_BV.float() / temperature[:, None]).log_softmax(-1)
-    tokens = _invert(logp_BV.exp(), uniform(batch.seed, batch.position))
+    x_BV = logits_BV.float() / temperature[:, None]
+    top = x_BV.amax(-1, keepdim=True)
+    tokens, mass = _invert((x_BV - top).exp_(), uniform(batch.seed, batch.position))
     if batch.any_greedy:
         tokens = torch.where(batch.greedy != 0, logits_BV.argmax(-1), tokens)
-    return tokens, logp_BV.gather(-1, tokens[:, None])[:, 0]
+    return tokens, (x_BV.gather(-1, tokens[:, None]) - top)[:, 0] - mass.log().float()
 
 
-def _invert(probs_BV: Tensor, u_B: Tensor) -> Tensor:
-    """[B] the token at which the cumulative distribution passes u. Of a large vocabulary first the block of tokens is
-    found, then the token in it: a running sum over everything is slow. Masses of blocks are float32, so that a draw can
-    differ from the plain sum's where u lands within 1e-7 of a token's bound."""
-    if probs_BV.shape[-1] <= SMALL:
-        cdf_BV = probs_BV.cumsum(-1, dtype=torch.float64)
-        return _first_above(cdf_BV, u_B * cdf_BV[:, -1])
-    vocab = probs_BV.shape[-1]
+def _invert(weights_BV: Tensor, u_B: Tensor) -> tuple[Tensor, Tensor]:
+    """[B] the token at which the cumulative distribution passes u, and the sum of weights in float64. Of a large
+    vocabulary first the block of tokens is found, then the token in it: a running sum over everything is slow. Masses
+    of blocks are float32, so that a draw can differ from the plain sum's where u lands within 1e-7 of a token's
+    bound."""
+    if weights_BV.shape[-1] <= SMALL:
+        cdf_BV = weights_BV.cumsum(-1, dtype=torch.float64)
+        return _first_above(cdf_BV, u_B * cdf_BV[:, -1]), cdf_BV[:, -1]
+    vocab = weights_BV.shape[-1]
     if missing := -vocab % BLOCK:
-        probs_BV = F.pad(probs_BV, (0, missing))
-    blocks = probs_BV.unflatten(-1, (-1, BLOCK))
+        weights_BV = F.pad(weights_BV, (0, missing))
+    blocks = weights_BV.unflatten(-1, (-1, BLOCK))
     upto = blocks.sum(-1).double().cumsum(-1)  # [B, blocks]
     threshold = u_B * upto[:, -1]
     block = _first_above(upto, threshold)
     before = F.pad(upto, (1, 0)).gather(1, block[:, None])[:, 0]
     within = blocks[torch.arange(len(block), device=block.device), block].double().cumsum(-1)
-    return (block * BLOCK + _first_above(within, threshold - before)).clamp(max=vocab - 1)
+    return (block * BLOCK + _first_above(within, threshold - before)).clamp(max=vocab - 1), upto[:, -1]
 
 
 def _first_above(cdf: Tensor, threshold: Tensor) -> Tensor:
