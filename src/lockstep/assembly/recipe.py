@@ -64,6 +64,8 @@ class Recipe(Config):
             raise ValueError(
                 f'rollout.exact = true needs learner.alignment = "aligned", not {self.learner.alignment!r}'
             )
+        if self.rollout.exact and self.device == "cpu":
+            raise ValueError('rollout.exact = true needs a GPU: device = "auto" or "cuda", not "cpu"')
         return self
 
     @model_validator(mode="after")

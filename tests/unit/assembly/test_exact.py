@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 
 from lockstep.assembly.recipe import Recipe
-from lockstep.assembly.roles import Training, load_model
+from lockstep.assembly.roles import load_model
 from lockstep.config import ConfigError
 from lockstep.config.loading import validate
-from lockstep.report.recorder import Recorders
 from role_support import make_recipe
 
 
@@ -33,8 +32,14 @@ def test_a_learner_that_computes_something_else_is_refused() -> None:
         recipe("int8_w8a8", kv="fp8")
 
 
+def test_a_cpu_that_is_asked_for_is_refused_before_anything_is_loaded() -> None:
+    tables = recipe("int8_w8a8").model_dump(mode="json") | {"device": "cpu"}
+    with pytest.raises(ConfigError, match=r'exact = true needs a GPU: device = "auto" or "cuda", not "cpu"'):
+        validate(Recipe, tables, "test")
+
+
 @pytest.mark.parametrize("precision", ["int8_w8a8", "w4a8", {"name": "fp8_w8a8", "block": True}])
 def test_on_a_cpu_it_is_refused(precision: object) -> None:
     asked = recipe(precision).model_copy(update={"device": "cpu"})
     with pytest.raises(ConfigError, match=r"rollout\.exact = true needs a GPU; this model is on 'cpu'"):
-        Training(asked, load_model(asked), Recorders([]))
+        load_model(asked)
