@@ -12,7 +12,7 @@ import asyncio
 import json
 import os
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from rich.status import Status
 
 from lockstep import __version__
 from lockstep.assembly.devices import choose_device
@@ -134,18 +135,23 @@ class Bench:
         }
         tables = continued(start, changes)
         tables["model"]["float32_logits"] = self.float32_logits
+        sampler = KEYS_AND_VALUES if kv == "fp8" else in_words(precision)
+        pair = f"  {sampler}, learner {'exact' if exact else alignment}"
         began = time.monotonic()
-        rows = asyncio.run(_reinforce(_recipe(tables)))[1:]
+        with self.console.status(pair) as status:
+            tell = partial(self._tell_step, status, pair)
+            rows = asyncio.run(_reinforce(_recipe(tables), tell))[1:]
         gap = Gap(
             k3=fmean(row["mismatch/k3"] for row in rows),
             f2=fmean(row["mismatch/f2"] for row in rows),
             w_max=max(row["mismatch/w_max"] for row in rows),
         )
         took = f"{time.monotonic() - began:.1f} s"
-        sampler = KEYS_AND_VALUES if kv == "fp8" else in_words(precision)
-        line = f"  {sampler}, learner {'exact' if exact else alignment}: {gap.in_words} ({took})"
-        self.console.print(line, highlight=False, soft_wrap=True)
+        self.console.print(f"{pair}: {gap.in_words} ({took})", highlight=False, soft_wrap=True)
         return gap
+
+    def _tell_step(self, status: Status, pair: str, version: int) -> None:
+        status.update(f"{pair}: step {version + 1} of {self.steps + 1}")
 
     @property
     def mark(self) -> str:
@@ -214,10 +220,14 @@ def _recipe(tables: Mapping[str, Any]) -> Recipe:
     return validate(Recipe, tables, "bench mismatch")
 
 
-async def _reinforce(recipe: Recipe) -> list[Mapping[str, float]]:
-    """The metrics of every step."""
+async def _reinforce(recipe: Recipe, tell: Callable[[int], None]) -> list[Mapping[str, float]]:
+    """The metrics of every step, each told of as it begins."""
     async with _started(recipe) as roles:
-        return [await _step(roles, recipe.train.prompts, version) for version in range(recipe.train.steps)]
+        rows = []
+        for version in range(recipe.train.steps):
+            tell(version)
+            rows.append(await _step(roles, recipe.train.prompts, version))
+        return rows
 
 
 @asynccontextmanager
