@@ -10,10 +10,10 @@ import asyncio
 import copy
 import gc
 import random
-import resource
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
+import psutil
 import pytest
 import torch
 from transformers import PreTrainedModel
@@ -51,10 +51,8 @@ class Load:
     answered: dict[str, Completion] = field(default_factory=dict)
     abandoned: set[str] = field(default_factory=set)
     version: int = 0
-    grown_mib: tuple[float, float] = (
-        0.0,
-        0.0,
-    )  # the process and its device memory, from a tenth of the load to its end
+    # process and device, from a tenth of the load to its end
+    grown_mib: tuple[float, float] = (0.0, 0.0)
 
     def request(self, uid: str) -> Request:
         """One prompt in three is another's: shared pages. One in four ends by a string or a token of its own."""
@@ -116,9 +114,9 @@ class Load:
 
 
 def memory_mib() -> tuple[float, float]:
-    """The most that the process has had at a time, and what it has on the device."""
+    """What the process has, and what it has on the device."""
     device = torch.cuda.memory_allocated() if DEVICE.type == "cuda" else 0
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10, device / 2**20
+    return psutil.Process().memory_info().rss / 2**20, device / 2**20
 
 
 def under_load(num_batches: int, *, updates: bool, seed: int) -> Load:
@@ -152,7 +150,8 @@ def load_engine(
     assert not load.engine._uids
     assert scheduler.counters.preemptions > 0, "there were pages enough: this was no load"
     gc.collect()
-    assert not any(type(o) is Sequence for o in gc.get_objects()), "requests are kept that have ended"
+    kept = [o.request.uid for o in gc.get_objects() if type(o) is Sequence]
+    assert not load.asked.keys() & kept, "requests that have ended"
     assert load.grown_mib[0] < MOST_GROWN_MIB
     assert load.grown_mib[1] < 1
     return load

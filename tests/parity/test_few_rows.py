@@ -1,4 +1,4 @@
-"""Linear layers of few rows on a CPU, which another library computes faster."""
+"""Linear layers of few rows on a CPU, computed in another way than PyTorch does, which is faster."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 from lockstep.models.few_rows import ROWS, linear_function, speed_up_few_rows
 
 
-@pytest.mark.parametrize("rows", [1, ROWS.start - 1, ROWS.start, 17, 64, 65, ROWS.stop - 1, ROWS.stop])
+@pytest.mark.parametrize("rows", [1, *range(ROWS.start - 1, ROWS.start + 4), 16, 17, 25, 26, 64, 65, 128, ROWS.stop])
 @pytest.mark.parametrize("bias", [False, True])
 def test_the_product_is_the_same(rows: int, bias: bool) -> None:
     torch.manual_seed(0)

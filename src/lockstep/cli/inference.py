@@ -142,6 +142,8 @@ def checkpoint_and_recipe(
     if models := [text for text, key in keys.items() if key.split(".")[0] == "model" and key != "model.float32_logits"]:
         raise ConfigError(f"{models[0]} has no effect: the model is the one of {checkpoint}")
     path = resolve_checkpoint(checkpoint)
+    # No log-prob is held against a learner's here, and a CPU would refuse it.
+    overrides = ["rollout.exact=false", *overrides]
     if recipe is not None:
         return path, load(Recipe, recipe_files.find(recipe), overrides)
     if not is_run(checkpoint):
@@ -152,7 +154,6 @@ def checkpoint_and_recipe(
     if changed := held(begun, progress):
         console.print(Text(f"{Path(path).name}, {changed}", style="dim"), soft_wrap=True)
     tables = as_governed(begun, progress).model_dump(mode="json")
-    tables["rollout"]["exact"] = False  # nothing here is held against a learner, and a CPU would refuse it
     if (precision := sampled_in(Path(path))) != tables["rollout"]["precision"]:
         console.print(Text(f"{Path(path).name}, sampled from in {precision or HIGH}", style="dim"), soft_wrap=True)
         tables["rollout"]["precision"] = precision

@@ -17,7 +17,8 @@ from lockstep.types import Batch
 
 
 class Reference:
-    """A checkpoint that only scores. It computes as the learner does, so that equal weights give equal log-probs.
+    """A checkpoint that only scores. It computes as a learner in high precision does, so that equal weights then give
+    equal log-probs.
 
     Over several ranks it is sharded like the learner: every rank must make the same calls.
     """

@@ -2,7 +2,8 @@
 
 On an x86 CPU PyTorch hands float32 products to MKL, which takes longer than oneDNN for large weights and 8 to 128
 rows. oneDNN is asked directly here, by the operator that torch.compile uses for it. On an Arm CPU a product takes less
-time with the weights as the left one of the two matrices, if the rows, which it takes by sixteen, are nearly so many.
+time with the weights as the left one of the two matrices, up to 64 rows; the library fills these up to a multiple of
+16, which must not be much more. (Measured on a Neoverse-N1.)
 
 On a Hopper GPU a kernel of our own runs bfloat16 products of few rows without bias, which reads weights while what
 comes before it still ends. Only in steps that are captured: to launch it takes the host longer than the library.

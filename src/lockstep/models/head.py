@@ -1,4 +1,4 @@
-"""The learner's output layer: log-probs of given tokens, without ever holding all logits.
+"""Output layers: how logits are computed, and the learner's, which gives log-probs without ever holding all of them.
 
 `install_head` puts it in `lm_head`'s place with the same parameters (tied ones stay tied). The model is still called
 as a whole, so FSDP2 sees every forward; only the rows asked for are computed, chunk by chunk, and computed again in
@@ -51,7 +51,8 @@ class Logits:
     sampler and learner becomes a step of that size, or nothing."""
 
     exact: bool = False
-    """On a GPU, a row's are the same bits whatever rows are computed with it, and so are its log-probs."""
+    """On a GPU, a row's are the same bits whatever rows are computed with it, and so are its log-probs. It marks a
+    model of which every view is to be exact (`models/exact.py`)."""
 
     def __call__(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         if self.exact:
@@ -94,12 +95,14 @@ def logits_of(linear: nn.Linear) -> Logits:
 
 
 def is_exact(module: PreTrainedModel) -> bool:
+    """Whether `make_exact` was called for it."""
     linear = module.get_output_embeddings()
     return isinstance(linear, nn.Linear) and logits_of(linear).exact
 
 
 def keep_logits(module: PreTrainedModel) -> None:
-    """In float32. On a CPU that takes long: it has no such product of bfloat16."""
+    """Logits are not rounded, in every view of the model that is made from here on. On a CPU that takes long: it has
+    no such product of bfloat16."""
     linear = module.get_output_embeddings()
     if isinstance(linear, nn.Linear) and linear.weight.dtype == torch.float32:
         return
@@ -109,7 +112,7 @@ def keep_logits(module: PreTrainedModel) -> None:
 
 
 def compute_logits(linear: nn.Linear, logits: Logits) -> None:
-    """From here on by that. The layer keeps its parameters, tied or not."""
+    """Makes an output layer compute them so. It keeps its parameters, tied or not."""
     linear.__class__ = OutputLayer
     linear.logits = logits  # type: ignore[assignment]
 
@@ -128,6 +131,7 @@ class LogProbHead(nn.Module):
         self.register_parameter("bias", linear.bias)
         self.logits = logits_of(linear)
         self.transform = transform
+        assert not self.logits.exact or transform == LogitTransform(), "the kernel of log-probs knows none"
         self.value = _zero_linear(linear) if with_value else None
         self._request: tuple[Tensor, Tensor, float] | None = None
 
@@ -172,6 +176,7 @@ class _ChunkedLogProb(torch.autograd.Function):
             raw = logits(h[s], W, bias)
             z = transform(raw).div_(T)
             logp[s], lse[s] = logits.log_probs(raw, z, targets[s], T)
+            del raw  # there may be as much of it as memory for a chunk allows
             z = z.sub_(lse[s, None])
             torch.sum(z.exp().mul_(z), -1, out=entropy[s]).neg_()
         ctx.save_for_backward(h, W, bias, targets, lse)

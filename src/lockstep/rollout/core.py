@@ -89,7 +89,7 @@ class EngineCore:
         num_pages = self._num_pages(config, dtype, routers)
         self.capacity = num_pages * PAGE_SIZE
         place = {"device": device, "memory": self.memory}
-        pages = {"num_pages": num_pages + 1, "page_size": PAGE_SIZE, "dtype": dtype, "exact": config.exact}
+        pages = {"num_pages": num_pages + 1, "page_size": PAGE_SIZE, "dtype": dtype, "exact": is_exact(self.module)}
         try:
             require_memory(num_pages * PAGE_SIZE * KVCache.slot_bytes(self.module.config, dtype), device)
             cache = KVCache(self.module.config, **pages, **place)

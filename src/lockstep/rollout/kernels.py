@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lockstep.models.kernels.output import PIECE, masses_of_pieces, scaled_logits, survey
+from lockstep.models.kernels.output import PIECE, log_prob, masses_of_pieces, scaled_logits, survey
 from lockstep.quant.kernels.triton_tiles import DEPENDENT, await_inputs, let_next_start
 
 
@@ -81,4 +81,4 @@ def _pick(
     token = tl.where(greedy, tl.min(tl.where(x == top, place, vocab - 1), 0), drawn)
     logit = scaled_logits(logits_ptr, temperature_ptr, row, token, vocab)
     tl.store(tokens_ptr + row, token.to(tl.int64))
-    tl.store(logp_ptr + row, logit - top - tl.log(total).to(tl.float32))
+    tl.store(logp_ptr + row, log_prob(logit, top, total))

@@ -142,6 +142,11 @@ def num_splits(programs: int, processors: int) -> int:
     return triton.cdiv(DENSE * processors, programs)
 
 
+def uncut(heads: int, device: torch.device) -> int:
+    """How many sequences no longer have their keys cut, if 512 are not fewer."""
+    return min(512, triton.cdiv(DENSE * multiprocessors(device), heads))
+
+
 def fill(programs: int, places: int) -> int:
     """How often so many programs fit into so many places: at least once, at most MOST_SPLITS times."""
     return min(MOST_SPLITS, max(1, places // programs))

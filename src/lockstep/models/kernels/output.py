@@ -2,8 +2,8 @@
 depend on others.
 
 A logit is summed along K in one order, whatever tile its row is in. Of a row's logits every piece reports the largest
-and its mass, the pieces add up in float64; engine and learner run these same kernels, so that a log-prob has the same
-bits on both sides if its row of logits has.
+and its mass, the pieces add up in float64. The engine's draws (`rollout/kernels.py`) are made of the same functions, so
+that a log-prob has the same bits on both sides if its row of logits has.
 
 Shapes: M rows, K inputs, V vocabulary.
 """
@@ -22,14 +22,17 @@ from lockstep.quant.kernels.triton_tiles import DEPENDENT, await_inputs, cdiv, l
 PIECE = 4096  # of a row of logits
 TOKENS, WIDTH = 128, 64  # of a tile: outputs, and what of K is multiplied at a time
 WARPS = {16: 4, 32: 4, 64: 4, 128: 8, 256: 8}  # for so many rows of a tile
+LARGE_TILE = 3 * (TOKENS + 256) * WIDTH * 2  # bytes of shared memory that the largest takes
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """[..., K] and [V, K] to [..., V], rounded to `dtype` once."""
+    """[..., K] and [V, K] to [..., V], rounded to `dtype` once. Without a gradient: the caller has it."""
+    assert not (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad))
     rows, (V, K) = x.reshape(-1, x.shape[-1]).contiguous(), weight.shape
     assert weight.is_contiguous()
     assert rows.shape[1] == K
-    tile = next((rows_of for rows_of in WARPS if len(rows) <= rows_of), max(WARPS))
+    tiles = row_tiles_of(x.device)
+    tile = next((size for size in tiles if len(rows) <= size), tiles[-1])
     y, row_tiles = rows.new_empty(len(rows), V, dtype=dtype), cdiv(len(rows), tile)
     if len(rows):
         _linear[(row_tiles * cdiv(V, TOKENS),)](  # the row tiles of an output run together: its weights are read once
@@ -37,6 +40,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -
             num_stages=4,
         )  # fmt: skip
     return y.view(*x.shape[:-1], V)
+
+
+def row_tiles_of(device: torch.device) -> list[int]:
+    """The sizes of tiles that its shared memory holds."""
+    largest = torch.cuda.get_device_properties(device).shared_memory_per_block_optin if device.type == "cuda" else 2**20
+    return [size for size in WARPS if size < max(WARPS) or largest >= LARGE_TILE]
 
 
 def survey(logits_MV: Tensor, temperature_M: Tensor) -> tuple[Tensor, Tensor]:
@@ -110,10 +119,10 @@ def _log_probs(
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     _, top, masses = masses_of_pieces(top_ptr, mass_ptr, row, pieces, PIECES)
-    total = tl.log(tl.sum(masses, 0)).to(tl.float32)
+    total = tl.sum(masses, 0)
     logit = scaled_logits(logits_ptr, temperature_ptr, row, tl.load(tokens_ptr + row), vocab)
-    tl.store(logp_ptr + row, logit - top - total)
-    tl.store(lse_ptr + row, top + total)
+    tl.store(logp_ptr + row, log_prob(logit, top, total))
+    tl.store(lse_ptr + row, top + tl.log(total).to(tl.float32))
 
 
 @triton.jit
@@ -121,6 +130,11 @@ def scaled_logits(logits_ptr, temperature_ptr, row, place, vocab):
     temperature = tl.load(temperature_ptr + row)
     x = tl.load(logits_ptr + row * vocab + place, mask=place < vocab, other=float("-inf")).to(tl.float32)
     return x / temperature
+
+
+@triton.jit
+def log_prob(logit, top, total):
+    return logit - top - tl.log(total).to(tl.float32)
 
 
 @triton.jit
