@@ -16,9 +16,11 @@ import typer
 from safetensors.torch import load_file, save_file
 
 from lockstep.assembly.export import export
-from lockstep.cli import BAD_INPUT, FAILED, main
+from lockstep.assembly.recipe import Recipe
+from lockstep.cli import BAD_INPUT, FAILED, main, recipe_files
 from lockstep.cli.bench import bench
 from lockstep.config import Plugin
+from lockstep.config.loading import read_tables
 from lockstep.models import loading
 from lockstep.models.loading import ModelConfig
 from lockstep.quant import FORMATS
@@ -58,6 +60,19 @@ def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Captu
         return lines[0]
 
     return run
+
+
+def test_what_a_resume_refuses_does_not_stay_in_a_run_that_has_no_checkpoint(
+    tmp_path: Path, refused, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one killed in its warm-up has none."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    config = Recipe.model_validate(read_tables(recipe_files.find("quickstart"))).model_dump(mode="json")
+    folder = RunFolder.create(tmp_path / "early")
+    folder.write_config(config)
+    asked = ("rollout.precision=int8_w8a8", "rollout.exact=true")
+    assert "needs a GPU" in refused("train", "--resume", "early", *asked, "--plain")
+    assert folder.read_config() == config
 
 
 @pytest.mark.parametrize(("override", "message"), CASES.items())

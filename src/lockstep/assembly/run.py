@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from lockstep.assembly.devices import choose_device
 from lockstep.assembly.governed import as_governed, held, in_words, reach
@@ -83,11 +84,12 @@ def _lead_in(folder: RunFolder, recipe: Recipe, ranks: Ranks, resume: bool, plai
         _refuse_another_run(recipe, folder)
         if found[1].step > recipe.train.steps:
             raise ConfigError(f"{folder.root} is at step {found[1].step} already; train.steps is {recipe.train.steps}")
+    before = folder.read_config() if resume else None
     if resume:
         folder.rewind(found[1].step if found else -1)
     if found is None:
         folder.write_config(recipe.model_dump(mode="json"))
-    with _kept_if_begun(folder, new=not resume), _governed(folder):
+    with _kept_if_begun(folder, before), _governed(folder):
         with RunRecorder(folder, recipe.record) as recorder, LiveView(recipe.name, plain=plain) as view:
             run = _Run(recipe, folder, checkpoints, ranks, recorder, view)
             progress = asyncio.run(run.main(found))
@@ -106,16 +108,17 @@ def _refuse_another_run(recipe: Recipe, folder: RunFolder) -> None:
 
 
 @contextmanager
-def _kept_if_begun(folder: RunFolder, new: bool) -> Iterator[None]:
-    """A run that failed still gets its report; a new one refused before its first checkpoint leaves no folder."""
+def _kept_if_begun(folder: RunFolder, before: Mapping[str, Any] | None) -> Iterator[None]:
+    """A run that failed still gets its report. One refused before its first checkpoint leaves no folder if it is new,
+    or the config from `before`."""
     try:
         yield
     except BaseException as error:
         if folder.checkpoints.is_dir():
             with suppress(OSError):  # the disk may be what failed
                 write_report(folder)
-        elif new and isinstance(error, ConfigError):
-            shutil.rmtree(folder.root)
+        elif isinstance(error, ConfigError):
+            shutil.rmtree(folder.root) if before is None else folder.write_config(before)
         raise
 
 
