@@ -117,8 +117,10 @@ def _kept_if_begun(folder: RunFolder, before: Mapping[str, Any] | None) -> Itera
         if folder.checkpoints.is_dir():
             with suppress(OSError):  # the disk may be what failed
                 write_report(folder)
-        elif isinstance(error, ConfigError):
-            shutil.rmtree(folder.root) if before is None else folder.write_config(before)
+        elif isinstance(error, ConfigError) and before is None:
+            shutil.rmtree(folder.root)
+        elif isinstance(error, ConfigError) and before is not None:
+            folder.write_config(before)
         raise
 
 

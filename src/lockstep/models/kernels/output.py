@@ -31,8 +31,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -
     rows, (V, K) = x.reshape(-1, x.shape[-1]).contiguous(), weight.shape
     assert weight.is_contiguous()
     assert rows.shape[1] == K
-    tiles = row_tiles_of(x.device)
-    tile = next((size for size in tiles if len(rows) <= size), tiles[-1])
+    sizes = tile_sizes(x.device)
+    tile = next((size for size in sizes if len(rows) <= size), sizes[-1])
     y, row_tiles = rows.new_empty(len(rows), V, dtype=dtype), cdiv(len(rows), tile)
     if len(rows):
         _linear[(row_tiles * cdiv(V, TOKENS),)](  # the row tiles of an output run together: its weights are read once
@@ -42,8 +42,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -
     return y.view(*x.shape[:-1], V)
 
 
-def row_tiles_of(device: torch.device) -> list[int]:
-    """The sizes of tiles that its shared memory holds."""
+def tile_sizes(device: torch.device) -> list[int]:
+    """Rows of the tiles that its shared memory holds."""
     largest = torch.cuda.get_device_properties(device).shared_memory_per_block_optin if device.type == "cuda" else 2**20
     return [size for size in WARPS if size < max(WARPS) or largest >= LARGE_TILE]
 
