@@ -136,6 +136,17 @@ def test_small_and_uneven_batches_cut_their_keys(programs: int, splits: int, til
     assert attention.choose_tile(programs, 132, 4, 128) == getattr(attention, tile)
 
 
+@pytest.mark.parametrize(("group", "size"), [(1, 128), (2, 64), (4, 128), (20, 128)])
+def test_dealt_attention(group: int, size: int, compiled: list[str]) -> None:
+    from lockstep.models.kernels import dealt
+
+    assert dealt.suits(16, pages(BF16, size), HEADS * group)
+    work = dealt.deal(numbers(16), HEADS, PAGE)
+    query = torch.empty(16, HEADS * group, size, dtype=BF16)
+    dealt.decode(query, pages(BF16, size), numbers(16, 12), work, 1.0)
+    assert compiled == ["_deal", "_decode"]
+
+
 @pytest.mark.parametrize("rows", [1, 32, 64, 128])
 def test_products_of_few_rows(rows: int, compiled: list[str]) -> None:
     from lockstep.models.kernels import few_rows

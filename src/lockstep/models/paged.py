@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +24,9 @@ from lockstep.models import kernels
 from lockstep.models.arguments import refuse_unsupported
 from lockstep.models.kv import KVCache, Pages
 from lockstep.models.routing import Routing
+
+if TYPE_CHECKING:
+    from lockstep.models.kernels.dealt import Work
 
 NAME = "lockstep_paged"
 
@@ -50,6 +53,7 @@ class Segment:
     count: Tensor | None = None  # [B] queries of each, end to end; None: one each
     longest: int = 1  # largest count
     shared: Shared | None = None  # of single queries; None: everyone reads its own pages
+    work: Work | None = None  # of single queries, whose pages were dealt out (`deal`) before the step's first kernel
 
     @cached_property
     def lengths(self) -> Tensor:
@@ -156,11 +160,28 @@ def _attend_fused(
 
     query = query.contiguous()
     if segment.count is None:
+        if segment.work is not None and window is None:
+            from lockstep.models.kernels import dealt
+
+            return dealt.decode(query, cache, segment.pages, segment.work, scaling)
         shared = segment.shared if window is None else None  # what is shared may have left a window
         return attention.decode(query, cache, segment.pages, segment.lengths, scaling, window, shared, exact=exact)
     return attention.prefill(
         query, cache, segment.pages, segment.start, segment.count, segment.longest, scaling, window, exact=exact
     )
+
+
+def deal(lengths_B: Tensor, cache: KVCache, num_queries: int) -> Work | None:
+    """The pages of a decode step, in equal shares; None where no kernel reads them so."""
+    pages = cache.layer(0)
+    if cache.exact or not kernels.available(lengths_B.device) or not supports(pages):
+        return None
+    from lockstep.models.kernels import dealt
+
+    if not dealt.suits(len(lengths_B), pages, num_queries):
+        return None
+    _, page_size, heads, _ = pages.keys.shape
+    return dealt.deal(lengths_B, heads, page_size)
 
 
 def _attend(query: Tensor, cache: Pages, segment: Segment, mask: Tensor, scaling: float) -> Tensor:

@@ -21,7 +21,7 @@ from lockstep.config import ConfigError
 from lockstep.models import kernels
 from lockstep.models.few_rows import for_capture
 from lockstep.models.kv import KVCache
-from lockstep.models.paged import PagedStep, Segment, Shared
+from lockstep.models.paged import PagedStep, Segment, Shared, deal
 from lockstep.models.routes import Recording, RouteMemory
 from lockstep.quant.kernels.counters import Counters
 from lockstep.rollout.burst_state import Places, State, look_up, move_on
@@ -67,6 +67,7 @@ class Burst:
         self._graphs: dict[Kind, torch.cuda.CUDAGraph] = {}
         self._counters: Counters = {}  # of what is captured
         self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+        self._num_queries: int = module.config.get_text_config().num_attention_heads
 
     def warm_up(self) -> None:
         """Captures every batch size, with and without common pages, largest first: smaller ones then fit into its
@@ -163,7 +164,8 @@ class Burst:
         idle_slot = self.cache.num_pages * page_size - 1
         places = before(state, self.rows.table, sampling.ints, sampling.floats, page_size, idle_slot)
         shared = Shared(*self._shared[:, : kind.size]) if kind.sharing else None
-        segment = Segment(rows=slice(0, kind.size), pages=places.pages, start=places.start, shared=shared)
+        work = None if kind.sharing else deal(places.start + 1, self.cache, self._num_queries)
+        segment = Segment(slice(0, kind.size), places.pages, places.start, shared=shared, work=work)
         logits = self._forward(state.tokens, state.positions, places.slots, segment)
         batch = SamplingBatch.of(
             places.floats, places.ints, places.drawn, any_greedy=True, any_truncated=kind.truncated

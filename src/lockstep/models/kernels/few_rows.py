@@ -35,7 +35,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lockstep.quant.kernels.counters import counters
-from lockstep.quant.kernels.gluon_ring import barriers
+from lockstep.quant.kernels.gluon_ring import barriers, places
 from lockstep.quant.kernels.triton_tiles import cdiv, multiprocessors
 
 LINE = gl.constexpr(64)  # of K: what is copied, and multiplied, at a time
@@ -108,7 +108,7 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
 @gluon.jit(do_not_specialize=["steps", "total", "share", "pieces", "row_tiles"])
 def _linear(x, w, y, sums, counters, steps, total, share, pieces, row_tiles, STAGES: gl.constexpr):
     gdc_launch_dependents()
-    rows, weights = _ring(x, STAGES * LINES), _ring(w, STAGES * LINES)
+    rows, weights = places(x, STAGES * LINES), places(w, STAGES * LINES)
     full, empty = barriers(STAGES, 1)
     ring, result = (rows, weights, full, empty), gl.allocate_shared_memory(y.dtype, y.block_type.shape, y.layout)
     begin = gl.program_id(0) * share
@@ -121,13 +121,6 @@ def _linear(x, w, y, sums, counters, steps, total, share, pieces, row_tiles, STA
         [1],
         [40],
     )
-
-
-@gluon.jit
-def _ring(tiles, PLACES: gl.constexpr):
-    """Shared memory for so many of them."""
-    SHAPE: gl.constexpr = tiles.block_type.shape
-    return gl.allocate_shared_memory(tiles.dtype, [PLACES, SHAPE[0], SHAPE[1]], tiles.layout)
 
 
 @gluon.jit

@@ -1,4 +1,4 @@
-"""What the Gluon kernels share: the barriers of a ring of stages in shared memory. One warp fills them, others read."""
+"""What the Gluon kernels share: a ring of stages in shared memory, and its barriers. One warp fills it, others read."""
 
 # pyright: reportMissingImports=false
 from __future__ import annotations
@@ -9,12 +9,19 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 
 @gluon.jit
-def barriers(STAGES: gl.constexpr, READERS: gl.constexpr):
-    """Of each stage: its tiles have arrived; all groups of warps that read them are done with them."""
+def barriers(STAGES: gl.constexpr, READERS: gl.constexpr, FILLS: gl.constexpr = 1):
+    """Of each stage: what fills it, in so many parts, has arrived; all groups of warps that read it are done."""
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(full.index(stage), count=FILLS)
         mbarrier.init(empty.index(stage), count=READERS)
     fence_async_shared()
     return full, empty
+
+
+@gluon.jit
+def places(tiles, PLACES: gl.constexpr):
+    """Shared memory for so many of them."""
+    SHAPE: gl.constexpr = tiles.block_type.shape
+    return gl.allocate_shared_memory(tiles.dtype, [PLACES, SHAPE[0], SHAPE[1]], tiles.layout)
