@@ -5,6 +5,7 @@ On a Hopper GPU; `deal` also anywhere with triton installed and TRITON_INTERPRET
 
 from __future__ import annotations
 
+import copy
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any, cast
@@ -12,7 +13,9 @@ from typing import Any, cast
 import pytest
 import torch
 from torch import Tensor
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from engine_support import ask, engine_core, finish, prompt, rescore, sharpen
 from kernel_support import DEVICE, MARKS
 from lockstep.models.kv import Pages
 from lockstep.models.paged import PagedStep, Segment, _attend
@@ -80,6 +83,26 @@ def test_dealt_attention(case: str, heads: int, group: int, size: int) -> None:
     seen = Pages(keys.nan_to_num(0).float(), values.nan_to_num(0).float(), None, None)
     expected = _attend(query.float(), seen, segment, step.mask(0, None), 0.1)
     assert (found.float() - expected).abs().max() < 2e-2
+
+
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="Gluon has no interpreter")
+def test_answers_of_any_length_score_as_in_a_full_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lockstep.models.kernels import dealt
+
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=261, hidden_size=128, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=64, max_position_embeddings=1024, bos_token_id=None, eos_token_id=260,
+        pad_token_id=256,
+    )  # fmt: skip
+    module, batches, deal = sharpen(Qwen3ForCausalLM(config), std=0.08), set[int](), dealt.deal
+    monkeypatch.setattr(dealt, "deal", lambda lengths, *sizes: batches.add(len(lengths)) or deal(lengths, *sizes))
+    core = engine_core(cast(Any, copy.deepcopy(module)).to(DEVICE, torch.bfloat16), max_seqs=24)
+    assert batches == {8, 12, 16, 24}
+    requests = [ask(f"{i}", prompt(3 + 29 * i, i), 20 + 5 * i, temperature=1.0, seed=i) for i in range(30)]
+    done = finish(core, requests)
+    worst = max(float((torch.tensor(done[r.uid].logp) - rescore(module, r, done[r.uid])).abs().max()) for r in requests)
+    assert worst < 0.3
 
 
 def forget_what_nobody_has(cache: Pages, table: Tensor, lengths: Tensor) -> None:

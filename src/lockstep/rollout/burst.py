@@ -192,9 +192,9 @@ def _operators(device: torch.device) -> tuple[Callable[..., Places], Callable[..
 
 
 def batch_sizes(largest: int) -> list[int]:
-    """1, 2, 4, 8, then steps of at most a half and, where rows cost more than launches, a quarter: few to capture,
-    little padding."""
-    sizes = [1, 2, 4]
+    """4, 8, then steps of at most a half and, where rows cost more than launches, a quarter: few to capture, little
+    padding. (With fewer than four, rows of tables begin at odd places, for which kernels would be compiled again.)"""
+    sizes = [4]
     for power in range(3, 20):
         parts = 2 if 2**power < 128 else 4
         sizes += [2**power + part * 2**power // parts for part in range(parts)]

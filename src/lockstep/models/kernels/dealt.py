@@ -46,7 +46,8 @@ LINE = gl.constexpr(64)  # of a head: what is copied, and multiplied, at a time
 KEYS = gl.constexpr(64)  # of a block
 STAGES = 3
 AT_ONCE = 2  # programs of a multiprocessor
-FEW = 4  # sequences for each share, at most: with more, programs that each read one, in turn, take less time
+LEAST = 8  # sequences: with fewer, it takes longer to put the pieces of each together
+MOST = 4  # for each share: with more, programs that each read one, in turn, take less time
 SWIZZLED = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
 
 
@@ -64,7 +65,7 @@ class Work(NamedTuple):
 def suits(batch: int, pages: Pages, num_queries: int) -> bool:
     """Whether there is something to deal out, blocks are whole pages, and what is copied has the sizes for that."""
     _, page_size, heads, size = pages.keys.shape
-    few = 0 < batch < FEW * num_shares(heads, pages.keys.device)
+    few = LEAST <= batch < MOST * num_shares(heads, pages.keys.device)
     copied = pages.keys.dtype == torch.bfloat16 and size in (64, 128) and page_size in (8, 16, 32, 64)
     return WARP_GROUPS and few and copied and num_queries // heads <= 32
 
@@ -79,7 +80,15 @@ def deal(lengths_B: Tensor, heads: int, page_size: int) -> Work:
     sizes = [batch + 2, batch + 1, shares + 1, shares + 1, 1, batch * heads]
     work = Work(*torch.empty(sum(sizes), dtype=torch.int32, device=lengths_B.device).split(sizes))
     _deal[(cdiv(shares + 1, 8),)](
-        lengths_B, *work, batch, shares, S=page_size, H=heads, BLOCK=triton.next_power_of_2(batch), SOME=8, num_warps=4
+        lengths_B,
+        *work,
+        batch,
+        shares,
+        S=page_size,
+        H=heads,
+        BLOCK=max(256, triton.next_power_of_2(batch)),
+        SOME=8,
+        num_warps=4,
     )
     return work
 
