@@ -38,6 +38,9 @@ class Sample:
     media: Mapping[str, Tensor] = field(default_factory=dict)  # keyed as the model's forward expects
 
 
+LEAST_TEMPERATURE = 1e-6  # but for 0: divided by much less, logits would leave float32
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How one request is sampled. Temperature 0 is greedy; its log-probs are those of temperature 1."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import tomllib
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from lockstep.assembly.recipe import Recipe
+from lockstep.assembly.roles import load_model
 from lockstep.cli.app import app
 from lockstep.cli.training import to_toml
 from lockstep.config import load
@@ -44,6 +47,20 @@ def test_generate_answers_each_prompt(unbroken: Path) -> None:
     output = run("generate", str(unbroken), "e1", "e2", "-n", "2", "--max-tokens", "4", "--temperature", "1")
     assert output.count("e1 ") == output.count("e2 ") == 2
     assert output == run("generate", str(unbroken), "e1", "e2", "-n", "2", "--max-tokens", "4", "--temperature", "1")
+
+
+def test_generate_computes_as_the_run_did(unbroken: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(unbroken, other, symlinks=True)
+    config = json.loads((other / "config.json").read_text())
+    config["model"]["float32_logits"], config["learner"]["dtype"] = True, "bfloat16"
+    (other / "config.json").write_text(json.dumps(config))
+    found: list[Recipe] = []
+    monkeypatch.setattr("lockstep.cli.inference.load_model", lambda recipe: found.append(recipe) or load_model(recipe))
+    for folder in (unbroken, other, (other / "checkpoints/best").resolve()):
+        run("generate", str(folder), "e1", "--max-tokens", "2")
+    computed = [(recipe.model.float32_logits, recipe.learner.dtype) for recipe in found]
+    assert computed == [(False, "auto"), (True, "bfloat16"), (False, "auto")]
 
 
 def test_what_models_say_is_never_markup(unbroken: Path, monkeypatch: pytest.MonkeyPatch) -> None:

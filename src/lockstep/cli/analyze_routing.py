@@ -75,7 +75,7 @@ def _found(
         return _tiny(overrides, warmup, folder, bar)
     if recipe is None and asked and not is_run(checkpoint):
         path = resolve_checkpoint(checkpoint)
-        return path, resolve(Recipe, ask_only(path), overrides, "command line")[0]
+        return path, resolve(Recipe, ask_only(path, checkpoint), overrides, "command line")[0]
     return checkpoint_and_recipe(checkpoint, overrides, recipe, bar.console)
 
 

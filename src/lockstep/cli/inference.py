@@ -103,7 +103,7 @@ def generate(
 ) -> None:
     path = resolve_checkpoint(checkpoint)
     rollout = {"max_tokens": max_tokens, "temperature": temperature}
-    chosen = validate(Recipe, ask_only(path) | {"rollout": rollout}, "command line")
+    chosen = validate(Recipe, ask_only(path, checkpoint) | {"rollout": rollout}, "command line")
 
     async def run() -> None:
         loaded = load_model(chosen)
@@ -179,11 +179,12 @@ def resolve_checkpoint(checkpoint: str) -> str:
     return str(found.resolve())
 
 
-def ask_only(path: str) -> dict[str, object]:
-    """A recipe that only asks: task and algorithm are never used."""
-    return {
-        "model": {"path": path},
-        "task": "arithmetic",
-        "algorithm": {"surrogate": "grpo"},
-        "train": {"steps": 0},
-    }
+def ask_only(path: str, checkpoint: str) -> dict[str, object]:
+    """A recipe that only asks: task and algorithm are never used. A run's model computes as in the run."""
+    tables: dict[str, object] = {"task": "arithmetic", "algorithm": {"surrogate": "grpo"}, "train": {"steps": 0}}
+    if not is_run(checkpoint):
+        return tables | {"model": {"path": path}}
+    folder = RunFolder.open(Path(checkpoint))
+    begun = validate(Recipe, folder.read_config(), str(folder.config))
+    model = {"path": path, "float32_logits": begun.model.float32_logits}
+    return tables | {"model": model, "learner": {"dtype": begun.learner.dtype}}

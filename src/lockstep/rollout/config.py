@@ -9,7 +9,7 @@ from pydantic import Field, field_validator, model_validator
 from lockstep.config import Config, Plugin, plugin
 from lockstep.quant import FORMATS
 from lockstep.quant.ladder import HIGH, batch_invariant
-from lockstep.types import SamplingParams
+from lockstep.types import LEAST_TEMPERATURE, SamplingParams
 
 UpdatePolicy = Literal["keep_kv", "reprefill", "drain"]
 
@@ -49,6 +49,13 @@ class RolloutConfig(Config):
     """on a GPU: decode steps as CUDA graphs, many in a row; without, each step is launched by itself"""
     update: UpdatePolicy = "keep_kv"
     """running answers when new weights arrive: go on with old keys and values, recompute them, or finish first"""
+
+    @field_validator("temperature")
+    @classmethod
+    def _within_float32(cls, temperature: float) -> float:
+        if 0 < temperature < LEAST_TEMPERATURE:
+            raise ValueError(f"{temperature}: 0, which is greedy, or at least {LEAST_TEMPERATURE:g}")
+        return temperature
 
     @field_validator("stop")
     @classmethod

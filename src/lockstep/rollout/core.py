@@ -27,7 +27,7 @@ from lockstep.rollout.rows import Rows
 from lockstep.rollout.runner import Runner
 from lockstep.rollout.scheduler import Draws, Plan, Scheduler
 from lockstep.rollout.sequence import Sequence
-from lockstep.types import Completion, Operator, Request, StopReason
+from lockstep.types import LEAST_TEMPERATURE, Completion, Operator, Request, StopReason
 
 PAGE_SIZE = 16
 
@@ -127,7 +127,9 @@ class EngineCore:
             return f"max_tokens is {params.max_tokens}, at least 1 is needed"
         if (longest := min(num_prompt + params.max_tokens, self.context)) > self.capacity:
             return f"{longest} tokens may be needed, rollout.kv_gib = {self.kv_gib} holds {self.capacity}"
-        if not params.temperature >= 0 or not 0 < params.top_p <= 1 or not 0 <= params.min_p < 1 or params.top_k < 0:
+        if not (params.temperature == 0 or params.temperature >= LEAST_TEMPERATURE):
+            return f"temperature is {params.temperature}: 0, which is greedy, or at least {LEAST_TEMPERATURE:g}"
+        if not 0 < params.top_p <= 1 or not 0 <= params.min_p < 1 or params.top_k < 0:
             return f"sampling parameters out of range: {params}"
         if not all(params.stop):
             return "an empty stop string would end every answer at once"

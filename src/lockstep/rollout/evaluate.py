@@ -10,7 +10,7 @@ from pydantic import Field
 
 from lockstep.config import Config
 from lockstep.rollout.worker import Answerer
-from lockstep.types import Sample, Trajectory
+from lockstep.types import LEAST_TEMPERATURE, Sample, Trajectory
 
 
 class EvalConfig(Config):
@@ -22,7 +22,7 @@ class EvalConfig(Config):
     """held-out problems used; 0 turns evaluation off"""
     k: int = Field(default=0, ge=0)
     """besides the greedy answer, k sampled ones per problem for avg@k and pass@k; 0: greedy only"""
-    temperature: float = Field(default=1.0, gt=0)
+    temperature: float = Field(default=1.0, ge=LEAST_TEMPERATURE)
     """of the k sampled answers"""
 
 
