@@ -394,6 +394,23 @@ def test_evaluation_marks_the_best_and_leaves_no_trace(tmp_path: Path) -> None:
     assert lab.engine.resets == 4
 
 
+def test_killed_in_its_first_step_it_does_not_evaluate_again(tmp_path: Path) -> None:
+    lab = Lab(tmp_path)
+    lab.accuracy = lambda step: 0.5
+
+    async def until_saved() -> None:
+        running = asyncio.create_task(lab.controller().run())
+        while lab.checkpoints.latest() is None:
+            await asyncio.sleep(0)
+        running.cancel()
+
+    asyncio.run(until_saved())
+    lab.renew()
+    assert (lab.progress.step, lab.progress.best) == (0, 0.5)
+    lab.accuracy = lambda step: {6: 0.7}[step]
+    assert lab.run().best == 0.7
+
+
 def test_the_best_is_marked_even_if_its_first_save_failed(tmp_path: Path) -> None:
     lab = Lab(tmp_path)
     errors = iter([OSError(28, "No space left on device"), None])
