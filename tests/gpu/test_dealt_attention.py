@@ -42,8 +42,9 @@ def test_every_page_is_dealt_out_once(case: str, heads: int) -> None:
 
     lengths = LENGTHS[case]
     work = dealt.deal(torch.tensor(lengths, device=DEVICE), heads, PAGE)
-    start, (size,) = work.start.tolist()[:-1], work.size.tolist()
-    assert work.lengths.tolist()[:-1] == lengths
+    start, (size,) = work.start.tolist()[:-2], work.size.tolist()
+    assert work.start.tolist()[-2:] == [start[-1]] * 2, "for who looks ahead"
+    assert work.lengths.tolist() == [*lengths, 0]
     assert work.arrived.tolist() == [0] * (len(lengths) * heads)
     assert [b - a for a, b in pairwise(start)] == [-(-length // PAGE) for length in lengths]
     begin, first = work.begin.tolist(), work.first.tolist()
@@ -61,7 +62,9 @@ def test_every_page_is_dealt_out_once(case: str, heads: int) -> None:
 
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="Gluon has no interpreter")
 @pytest.mark.parametrize("case", LENGTHS)
-@pytest.mark.parametrize(("heads", "group", "size"), [(8, 2, 128), (8, 4, 128), (2, 1, 64), (4, 8, 128), (1, 20, 128)])
+@pytest.mark.parametrize(
+    ("heads", "group", "size"), [(8, 2, 128), (8, 4, 128), (2, 1, 64), (4, 8, 128), (2, 12, 128), (1, 20, 128)]
+)
 def test_dealt_attention(case: str, heads: int, group: int, size: int) -> None:
     """Twice, with the same bits, whoever comes last. What no sequence has a key in is not a number."""
     from lockstep.models.kernels import dealt
@@ -75,6 +78,7 @@ def test_dealt_attention(case: str, heads: int, group: int, size: int) -> None:
     forget_what_nobody_has(cache, table, lengths)
     query = torch.randn(batch, heads * group, size, device=DEVICE).bfloat16()
     work = dealt.deal(lengths, heads, PAGE)
+    torch.cuda.synchronize()  # in a step, the embedding comes between
     found = dealt.decode(query, cache, table, work, 0.1)
     assert torch.equal(dealt.decode(query, cache, table, work, 0.1), found)
 
@@ -82,7 +86,8 @@ def test_dealt_attention(case: str, heads: int, group: int, size: int) -> None:
     step = PagedStep(cache=cast(Any, SimpleNamespace(page_size=PAGE)), slots=lengths, segments=[segment])
     seen = Pages(keys.nan_to_num(0).float(), values.nan_to_num(0).float(), None, None)
     expected = _attend(query.float(), seen, segment, step.mask(0, None), 0.1)
-    assert (found.float() - expected).abs().max() < 2e-2
+    error, largest = ((x.abs().amax((1, 2))) for x in (found.float() - expected, expected))
+    assert (error < 1e-2 * largest).all(), "a page more or less would be seen"
 
 
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="Gluon has no interpreter")
@@ -99,6 +104,8 @@ def test_answers_of_any_length_score_as_in_a_full_forward(monkeypatch: pytest.Mo
     monkeypatch.setattr(dealt, "deal", lambda lengths, *sizes: batches.add(len(lengths)) or deal(lengths, *sizes))
     core = engine_core(cast(Any, copy.deepcopy(module)).to(DEVICE, torch.bfloat16), max_seqs=24)
     assert batches == {8, 12, 16, 24}
+    for memory in (core.runner.cache.keys, core.runner.cache.values):
+        memory.fill_(float("nan"))  # a key that is read before it is written would be seen
     requests = [ask(f"{i}", prompt(3 + 29 * i, i), 20 + 5 * i, temperature=1.0, seed=i) for i in range(30)]
     done = finish(core, requests)
     worst = max(float((torch.tensor(done[r.uid].logp) - rescore(module, r, done[r.uid])).abs().max()) for r in requests)

@@ -53,7 +53,7 @@ class Segment:
     count: Tensor | None = None  # [B] queries of each, end to end; None: one each
     longest: int = 1  # largest count
     shared: Shared | None = None  # of single queries; None: everyone reads its own pages
-    work: Work | None = None  # of single queries, whose pages were dealt out (`deal`) before the step's first kernel
+    work: Work | None = None  # of single queries, if their pages were dealt out
 
     @cached_property
     def lengths(self) -> Tensor:
@@ -172,11 +172,18 @@ def _attend_fused(
 
 
 def deal(lengths_B: Tensor, cache: KVCache, num_queries: int) -> Work | None:
-    """The pages of a decode step, in equal shares; None where no kernel reads them so."""
+    """The pages of a decode step, in shares of about a size; None where no kernel reads them so.
+
+    Between this and the first attention there must be a launch that awaits all before it, as the embedding's does.
+    """
     pages = cache.layer(0)
-    if cache.exact or not kernels.available(lengths_B.device) or not supports(pages):
+    if cache.exact or pages.keys.dtype != torch.bfloat16 or not kernels.available(lengths_B.device):
         return None
-    from lockstep.models.kernels import dealt
+    from lockstep.quant.kernels.triton_tiles import WARP_GROUPS
+
+    if not WARP_GROUPS or not supports(pages):
+        return None
+    from lockstep.models.kernels import dealt  # Gluon is experimental: nobody else depends on it
 
     if not dealt.suits(len(lengths_B), pages, num_queries):
         return None

@@ -1,8 +1,8 @@
 """Decode attention of few sequences, in bfloat16 on Hopper, that hardly ever stops reading keys and values.
 
 Each multiprocessor runs two programs, each for one key/value head. The pages of all sequences are laid end to end and
-dealt out in equal shares, however long each sequence is: to a program a piece of one, some whole ones and a piece of
-another. Who gets what is found once a step, for all layers (`deal`). Of a sequence in several pieces each program
+dealt out in shares of about a size, however long each sequence is: pieces of a long one, or some whole short ones. Who
+gets what is found once a step, for all layers (`deal`). Of a sequence in several pieces each program
 leaves its own in memory, and the last one to come puts them together.
 
 One warp copies pages into a ring of stages in shared memory, others multiply. A program is launched while kernels
@@ -39,23 +39,23 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lockstep.models.kernels.attention import LOG2E
 from lockstep.models.kv import Pages
-from lockstep.quant.kernels.gluon_ring import barriers, places
-from lockstep.quant.kernels.triton_tiles import WARP_GROUPS, cdiv, multiprocessors
+from lockstep.quant.kernels.gluon_ring import SWIZZLED, barriers, places
+from lockstep.quant.kernels.triton_tiles import cdiv, multiprocessors
 
 LINE = gl.constexpr(64)  # of a head: what is copied, and multiplied, at a time
 KEYS = gl.constexpr(64)  # of a block
 STAGES = 3
 AT_ONCE = 2  # programs of a multiprocessor
-LEAST = 8  # sequences: with fewer, it takes longer to put the pieces of each together
-MOST = 4  # for each share: with more, programs that each read one, in turn, take less time
-SWIZZLED = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
+LEAST = 8  # sequences: a lone one took longer than with `attention.decode`, on an H200, and eight did not
+MOST = 4  # sequences for each share: 176 and more, of which a program there reads one, took longer
+SOME = 8  # shares whose beginning a program of `deal` finds
 
 
 class Work(NamedTuple):
     """Of one step, dealt out: int32, on the device."""
 
-    start: Tensor  # [B + 2] of each sequence, its first page among all; their number; one that is read but not used
-    lengths: Tensor  # [B + 1] keys of each; likewise
+    start: Tensor  # [B + 3] of each sequence, its first page among all; behind them the number of pages
+    lengths: Tensor  # [B + 1] keys of each, at least one; behind them 0
     begin: Tensor  # [shares + 1] of each share, its first page
     first: Tensor  # [shares + 1] and the sequence that this is of
     size: Tensor  # [1] pages of a share, about
@@ -63,11 +63,10 @@ class Work(NamedTuple):
 
 
 def suits(batch: int, pages: Pages, num_queries: int) -> bool:
-    """Whether there is something to deal out, blocks are whole pages, and what is copied has the sizes for that."""
+    """Whether sequences are few, and keys and values such as it was tried with."""
     _, page_size, heads, size = pages.keys.shape
     few = LEAST <= batch < MOST * num_shares(heads, pages.keys.device)
-    copied = pages.keys.dtype == torch.bfloat16 and size in (64, 128) and page_size in (8, 16, 32, 64)
-    return WARP_GROUPS and few and copied and num_queries // heads <= 32
+    return few and size in (64, 128) and page_size == 16 and num_queries // heads <= 32
 
 
 def num_shares(heads: int, device: torch.device) -> int:
@@ -77,9 +76,9 @@ def num_shares(heads: int, device: torch.device) -> int:
 def deal(lengths_B: Tensor, heads: int, page_size: int) -> Work:
     """Among programs that all run at the same time, the pages of so many keys."""
     batch, shares = len(lengths_B), num_shares(heads, lengths_B.device)
-    sizes = [batch + 2, batch + 1, shares + 1, shares + 1, 1, batch * heads]
+    sizes = [batch + 3, batch + 1, shares + 1, shares + 1, 1, batch * heads]
     work = Work(*torch.empty(sum(sizes), dtype=torch.int32, device=lengths_B.device).split(sizes))
-    _deal[(cdiv(shares + 1, 8),)](
+    _deal[(cdiv(shares + 1, SOME),)](
         lengths_B,
         *work,
         batch,
@@ -123,9 +122,8 @@ def _deal(
     start, total = tl.cumsum(pages, 0) - pages, tl.sum(pages, 0)
     size = tl.cdiv(total, shares)
     if tl.program_id(0) == 0:
-        tl.store(start_out + b, start, mask=there)
-        tl.store(start_out + batch, total)
-        tl.store(lengths_out + b, lengths, mask=there)
+        tl.store(start_out + b, start, mask=b < batch + 3)  # those behind the last begin where it ends
+        tl.store(lengths_out + b, lengths, mask=b < batch + 1)
         tl.store(size_out, size)
         for head in range(H):
             tl.store(arrived_out + head * batch + b, 0, mask=there)
@@ -266,17 +264,9 @@ def _attend(
         if num == 1:
             _write(result, sums, mass, G, D)
         else:
-            row, arrived = ((share + sequence) * H + h) * G, arrived_ptr + sequence * H + h
-            _leave(pieces_ptr, row, top, mass, sums, G, D)
-            gl.thread_barrier()  # every thread's part is written before the arrival is announced
-            if gl.atomic_add(arrived, 1, sem="acq_rel") == num - 1:
-                row += (first - share) * (H * G)
-                top, mass, sums = _taken(pieces_ptr, row, sums, G, D)
-                for _ in range(1, num):  # in their order, whoever comes last
-                    row += H * G
-                    top, mass, sums = _put_together(top, mass, sums, _taken(pieces_ptr, row, sums, G, D), D)
-                gl.store(arrived, 0)
-                _write(result, sums, mass, G, D)
+            piece, arrived = (share + sequence) * H + h, arrived_ptr + sequence * H + h
+            _leave(pieces_ptr, piece * G, top, mass, sums, G, D)
+            _meet(pieces_ptr, (first + sequence) * H + h, num, arrived, result, sums, H, G, D)
         at += count
         sequence += 1
         begin, last, length = last, next_last, next_length
@@ -376,6 +366,18 @@ def _leave(pieces_ptr, row, top, mass, sums, G: gl.constexpr, D: gl.constexpr):
         gl.store(place[None, :] + d[:, None] + line * LINE, sums[line], mask=(c < G)[None, :])
     gl.store(place + D, top, mask=c < G)
     gl.store(place + D + 1, mass, mask=c < G)
+
+
+@gluon.jit
+def _meet(pieces_ptr, piece, num, arrived, result, sums, H: gl.constexpr, G: gl.constexpr, D: gl.constexpr):
+    """The last one to come puts all pieces together, in their order whoever that is."""
+    gl.thread_barrier()  # every thread's part is written before the arrival is announced
+    if gl.atomic_add(arrived, 1, sem="acq_rel") == num - 1:
+        top, mass, sums = _taken(pieces_ptr, piece * G, sums, G, D)
+        for other in range(1, num):
+            top, mass, sums = _put_together(top, mass, sums, _taken(pieces_ptr, (piece + other * H) * G, sums, G, D), D)
+        gl.store(arrived, 0)
+        _write(result, sums, mass, G, D)
 
 
 @gluon.jit

@@ -35,7 +35,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lockstep.quant.kernels.counters import counters
-from lockstep.quant.kernels.gluon_ring import barriers, places
+from lockstep.quant.kernels.gluon_ring import SWIZZLED, barriers, places
 from lockstep.quant.kernels.triton_tiles import cdiv, multiprocessors
 
 LINE = gl.constexpr(64)  # of K: what is copied, and multiplied, at a time
@@ -44,7 +44,6 @@ OUTPUTS = gl.constexpr(64)  # of a tile
 STAGES = {16: 10, 32: 8, 64: 6, 128: 4}  # for so many rows of a tile: about what shared memory holds
 MOST_ROWS = max(STAGES)
 MOST_PIECES = 4  # of a tile, as a rule
-_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,9 +95,9 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
     y, num_sums = x.new_empty(M, N), work.programs * work.pieces * OUTPUTS.value * work.rows
     sums = torch.empty(num_sums if work.pieces > 1 else 1, dtype=torch.float32, device=x.device)
     _linear[(work.programs,)](
-        TensorDescriptor.from_tensor(x, [work.rows, LINE.value], _LAYOUT),
-        TensorDescriptor.from_tensor(weight, [OUTPUTS.value, LINE.value], _LAYOUT),
-        TensorDescriptor.from_tensor(y, [work.rows, OUTPUTS.value], _LAYOUT),
+        TensorDescriptor.from_tensor(x, [work.rows, LINE.value], SWIZZLED.value),
+        TensorDescriptor.from_tensor(weight, [OUTPUTS.value, LINE.value], SWIZZLED.value),
+        TensorDescriptor.from_tensor(y, [work.rows, OUTPUTS.value], SWIZZLED.value),
         sums, counters(x.device), work.steps, work.total, work.share, work.pieces, work.row_tiles,
         STAGES=STAGES[work.rows], num_warps=4, maxnreg=96 if work.rows <= 64 else 128, launch_pdl=True,
     )  # fmt: skip

@@ -7,6 +7,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
+SWIZZLED = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))  # of 64 in a row
+
 
 @gluon.jit
 def barriers(STAGES: gl.constexpr, READERS: gl.constexpr, FILLS: gl.constexpr = 1):
