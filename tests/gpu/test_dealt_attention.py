@@ -42,12 +42,12 @@ def test_every_page_is_dealt_out_once(case: str, heads: int) -> None:
 
     lengths = LENGTHS[case]
     work = dealt.deal(torch.tensor(lengths, device=DEVICE), heads, PAGE)
-    start, (size,) = work.start.tolist()[:-2], work.size.tolist()
+    start, (size,) = work.start.tolist()[:-2], work.share_size.tolist()
     assert work.start.tolist()[-2:] == [start[-1]] * 2, "for who looks ahead"
     assert work.lengths.tolist() == [*lengths, 0]
     assert work.arrived.tolist() == [0] * (len(lengths) * heads)
     assert [b - a for a, b in pairwise(start)] == [-(-length // PAGE) for length in lengths]
-    begin, first = work.begin.tolist(), work.first.tolist()
+    begin, first = work.share_start.tolist(), work.share_sequence.tolist()
     assert start[0] == begin[0] == 0
     assert begin[-1] == start[-1]
     for share, (low, high) in enumerate(pairwise(begin)):

@@ -56,9 +56,9 @@ class Work(NamedTuple):
 
     start: Tensor  # [B + 3] of each sequence, its first page among all; behind them the number of pages
     lengths: Tensor  # [B + 1] keys of each, at least one; behind them 0
-    begin: Tensor  # [shares + 1] of each share, its first page
-    first: Tensor  # [shares + 1] and the sequence that this is of
-    size: Tensor  # [1] pages of a share, about
+    share_start: Tensor  # [shares + 1] of each share, its first page
+    share_sequence: Tensor  # [shares + 1] and the sequence that this is of
+    share_size: Tensor  # [1] pages, about
     arrived: Tensor  # [B, H] zeros, with which pieces of a sequence count themselves
 
 
@@ -79,16 +79,9 @@ def deal(lengths_B: Tensor, heads: int, page_size: int) -> Work:
     sizes = [batch + 3, batch + 1, shares + 1, shares + 1, 1, batch * heads]
     work = Work(*torch.empty(sum(sizes), dtype=torch.int32, device=lengths_B.device).split(sizes))
     _deal[(cdiv(shares + 1, SOME),)](
-        lengths_B,
-        *work,
-        batch,
-        shares,
-        S=page_size,
-        H=heads,
-        BLOCK=max(256, triton.next_power_of_2(batch)),
-        SOME=8,
-        num_warps=4,
-    )
+        lengths_B, *work, batch, shares, S=page_size, H=heads, BLOCK=max(256, triton.next_power_of_2(batch + 3)),
+        SOME=SOME, num_warps=4,
+    )  # fmt: skip
     return work
 
 
@@ -96,7 +89,7 @@ def decode(query_BHD: Tensor, cache: Pages, pages_BP: Tensor, work: Work, scale:
     """One query per sequence, which sees the keys that were dealt out."""
     batch, num_queries, size = query_BHD.shape
     _, page_size, heads, _ = cache.keys.shape
-    group, shares = num_queries // heads, len(work.first) - 1
+    group, shares = num_queries // heads, len(work.share_start) - 1
     out = torch.empty_like(query_BHD)
     pieces = torch.empty((batch + shares) * num_queries, size + 2, dtype=torch.float32, device=out.device)
     box = [page_size, LINE.value]
@@ -111,47 +104,47 @@ def decode(query_BHD: Tensor, cache: Pages, pages_BP: Tensor, work: Work, scale:
 
 @triton.jit(do_not_specialize=["batch", "shares"])
 def _deal(
-    lengths_ptr, start_out, lengths_out, begin_out, first_out, size_out, arrived_out, batch, shares,
-    S: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr, SOME: tl.constexpr,
+    lengths_ptr, start_out, lengths_out, share_start_out, share_sequence_out, share_size_out, arrived_out, batch,
+    shares, S: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr, SOME: tl.constexpr,
 ):  # fmt: skip
     """Every program finds where SOME shares begin; the first one writes down the sequences."""
     b = tl.arange(0, BLOCK)
     there = b < batch
     lengths = tl.load(lengths_ptr + b, mask=there, other=0).to(tl.int32)
     pages = tl.cdiv(lengths, S)
-    start, total = tl.cumsum(pages, 0) - pages, tl.sum(pages, 0)
-    size = tl.cdiv(total, shares)
+    starts, total = tl.cumsum(pages, 0) - pages, tl.sum(pages, 0)
+    share_size = tl.cdiv(total, shares)
     if tl.program_id(0) == 0:
-        tl.store(start_out + b, start, mask=b < batch + 3)  # those behind the last begin where it ends
+        tl.store(start_out + b, starts, mask=b < batch + 3)  # those behind the last begin where it ends
         tl.store(lengths_out + b, lengths, mask=b < batch + 1)
-        tl.store(size_out, size)
+        tl.store(share_size_out, share_size)
         for head in range(H):
             tl.store(arrived_out + head * batch + b, 0, mask=there)
     share = tl.program_id(0) * SOME + tl.arange(0, SOME)
-    at = tl.minimum(share * size, total)
-    upto = (start[None, :] <= at[:, None]) & there[None, :]
+    at = tl.minimum(share * share_size, total)
+    upto = (starts[None, :] <= at[:, None]) & there[None, :]
     sequence = tl.sum(upto.to(tl.int32), 1) - 1  # that it would begin within
-    begin = tl.max(tl.where(upto, start[None, :], 0), 1)
-    last = tl.min(tl.where(upto | (b >= batch)[None, :], total, start[None, :]), 1)
-    near = (last - begin <= size) | (tl.minimum(at - begin, last - at) <= size // 4)  # as in `_cut`
-    up = last - at < at - begin
-    tl.store(begin_out + share, tl.where(near, tl.where(up, last, begin), at), mask=share <= shares)
-    tl.store(first_out + share, sequence + (near & up), mask=share <= shares)
+    start = tl.max(tl.where(upto, starts[None, :], 0), 1)
+    stop = tl.min(tl.where(upto | (b >= batch)[None, :], total, starts[None, :]), 1)
+    near = (stop - start <= share_size) | (tl.minimum(at - start, stop - at) <= share_size // 4)  # as in `_cut`
+    up = stop - at < at - start
+    tl.store(share_start_out + share, tl.where(near, tl.where(up, stop, start), at), mask=share <= shares)
+    tl.store(share_sequence_out + share, sequence + (near & up), mask=share <= shares)
 
 
 @triton.jit
-def _cut(begin, last, size):
+def _cut(start, stop, share_size):
     """(first share, number) of the pieces of a sequence. A share begins at a multiple of their size, but not within a
-    short sequence, nor close to where a long one begins or ends: there at the nearer of these two (`_deal`)."""
-    long, close = last - begin > size, size // 4
-    first = (begin + close) // size * long + (begin + last) // (2 * size) * (1 - long)
-    return first, ((last - close - 1) // size - first) * long + 1
+    short sequence, nor close to where a long one begins or stops: there at the nearer of these two (`_deal`)."""
+    long, close = stop - start > share_size, share_size // 4
+    first = (start + close) // share_size * long + (start + stop) // (2 * share_size) * (1 - long)
+    return first, ((stop - close - 1) // share_size - first) * long + 1
 
 
 @gluon.jit(do_not_specialize=["page_stride", "batch"])
 def _decode(
-    keys, values, q_ptr, pages_ptr, start_ptr, lengths_ptr, begin_ptr, first_ptr, size_ptr, arrived_ptr, out_ptr,
-    pieces_ptr, scale, page_stride, batch,
+    keys, values, q_ptr, pages_ptr, start_ptr, lengths_ptr, share_start_ptr, share_sequence_ptr, share_size_ptr,
+    arrived_ptr, out_ptr, pieces_ptr, scale, page_stride, batch,
     H: gl.constexpr, G: gl.constexpr, D: gl.constexpr, S: gl.constexpr, STAGES: gl.constexpr, COLUMNS: gl.constexpr,
 ):  # fmt: skip
     gdc_launch_dependents()
@@ -161,13 +154,15 @@ def _decode(
     queries = gl.allocate_shared_memory(gl.bfloat16, [D // LINE, COLUMNS, LINE], SWIZZLED)
     weights = gl.allocate_shared_memory(gl.bfloat16, [COLUMNS, KEYS], SWIZZLED)
     share, h = gl.program_id(0) // H, gl.program_id(0) % H
-    sequence, at, end = gl.load(first_ptr + share), gl.load(begin_ptr + share), gl.load(begin_ptr + share + 1)
+    sequence = gl.load(share_sequence_ptr + share)
+    at, end = gl.load(share_start_ptr + share), gl.load(share_start_ptr + share + 1)
+    work = start_ptr, lengths_ptr, share_size_ptr, arrived_ptr
     gl.warp_specialize(
         [
             (
                 _attend,
-                (ring, queries, weights, q_ptr, (start_ptr, lengths_ptr, size_ptr, arrived_ptr), out_ptr, pieces_ptr,
-                 scale, batch, share, h, sequence, at, end, H, G, D, S),
+                (ring, queries, weights, q_ptr, work, out_ptr, pieces_ptr, scale, batch, share, h, sequence, at, end, H,
+                 G, D, S),
             ),
             (_load, (ring, keys, values, pages_ptr, page_stride, start_ptr, h, sequence, at, end, D, S)),
         ],
@@ -187,47 +182,47 @@ def _load(
     _, _, full, empty = ring
     PAGES: gl.constexpr = KEYS // S
     STAGES: gl.constexpr = full.shape[0]
-    last, next_last = gl.load(start_ptr + sequence + 1), gl.load(start_ptr + sequence + 2)
+    stop, next_stop = gl.load(start_ptr + sequence + 1), gl.load(start_ptr + sequence + 2)
     table = pages_ptr + sequence.to(gl.int64) * page_stride + at - gl.load(start_ptr + sequence)
-    pages = _look_up(table, gl.minimum(last, end) - at, PAGES)
+    pages = _look_up(table, gl.minimum(stop, end) - at, PAGES)
     done = 0
     while at < end:
-        num = gl.minimum(PAGES, gl.minimum(last, end) - at)
-        newest, now = at + num == last, pages
-        at += num
-        table += num
+        num_pages = gl.minimum(PAGES, gl.minimum(stop, end) - at)
+        newest, now = at + num_pages == stop, pages
+        at += num_pages
+        table += num_pages
         if newest:
             sequence += 1
             table = pages_ptr + sequence.to(gl.int64) * page_stride
-            last, next_last = next_last, gl.load(start_ptr + sequence + 2)
-        pages = _look_up(table, gl.minimum(last, end) - at, PAGES)
+            stop, next_stop = next_stop, gl.load(start_ptr + sequence + 2)
+        pages = _look_up(table, gl.minimum(stop, end) - at, PAGES)
         mbarrier.wait(empty.index(done % STAGES), (done // STAGES + 1) & 1)
         if newest:
             gdc_wait()
-        _copy(ring, keys, values, now, num, done % STAGES, h, D, S)
+        _copy(ring, keys, values, now, num_pages, done % STAGES, h, D, S)
         done += 1
 
 
 @gluon.jit
-def _look_up(table, num, PAGES: gl.constexpr):
+def _look_up(table, num_pages, PAGES: gl.constexpr):
     """The next pages, of which there are so many."""
     pages = ()
     for place in gl.static_range(PAGES):
-        page = gl.load(table + place, mask=place < num, other=0).to(gl.int32)
+        page = gl.load(table + place, mask=place < num_pages, other=0).to(gl.int32)
         pages = pages + (page,)  # noqa: RUF005 - Gluon has no starred expressions
     return pages
 
 
 @gluon.jit
-def _copy(ring, keys, values, pages, num, stage, h, D: gl.constexpr, S: gl.constexpr):
+def _copy(ring, keys, values, pages, num_pages, stage, h, D: gl.constexpr, S: gl.constexpr):
     """That many of the pages into a stage."""
     ring_keys, ring_values, full, _ = ring
     PAGES: gl.constexpr = KEYS // S
     ready = full.index(stage)
     for place in gl.static_range(PAGES):
-        there = place < num
+        there = place < num_pages
         mbarrier.expect(ready, 2 * S * D * 2, pred=there)
-        mbarrier.arrive(ready, pred=place >= num)
+        mbarrier.arrive(ready, pred=place >= num_pages)
         for line in gl.static_range(D // LINE):
             to, at = (stage * (D // LINE) + line) * PAGES + place, [pages[place] * S, h * D + line * LINE]
             tma.async_copy_global_to_shared(keys, at, ready, ring_keys.index(to), pred=there)
@@ -240,36 +235,36 @@ def _attend(
     H: gl.constexpr, G: gl.constexpr, D: gl.constexpr, S: gl.constexpr,
 ):  # fmt: skip
     """To what was dealt to a program. Queries are fetched one sequence ahead."""
-    start_ptr, lengths_ptr, size_ptr, arrived_ptr = work
-    begin, last = gl.load(start_ptr + sequence), gl.load(start_ptr + sequence + 1)
+    start_ptr, lengths_ptr, share_size_ptr, arrived_ptr = work
+    start, stop = gl.load(start_ptr + sequence), gl.load(start_ptr + sequence + 1)
     length = gl.load(lengths_ptr + sequence)
-    size, done = gl.load(size_ptr), gl.to_tensor(0)
+    share_size, done = gl.load(share_size_ptr), gl.to_tensor(0)
     ring = _in_blocks(ring[0]), _in_blocks(ring[1]), ring[2], ring[3]
     gdc_wait()
     fetched = _fetch_queries(q_ptr, sequence, h, batch, queries.shape[1], H, G, D)
     while at < end:
-        count = gl.minimum(last, end) - at
-        num_keys = gl.minimum(length - (at - begin) * S, count * S)
+        num_pages = gl.minimum(stop, end) - at
+        num_keys = gl.minimum(length - (at - start) * S, num_pages * S)
         gl.thread_barrier()
         for line in gl.static_range(D // LINE):
             queries.index(line).store(fetched[line])
         fence_async_shared()
         gl.thread_barrier()
         fetched = _fetch_queries(q_ptr, sequence + 1, h, batch, queries.shape[1], H, G, D)
-        next_last, next_length = gl.load(start_ptr + sequence + 2), gl.load(lengths_ptr + sequence + 1)
+        next_stop, next_length = gl.load(start_ptr + sequence + 2), gl.load(lengths_ptr + sequence + 1)
 
-        top, mass, sums, done = _attend_to_blocks(ring, queries, weights, count, num_keys, scale, done, D, S)
-        first, num = _cut(begin, last, size)
+        top, mass, sums, done = _attend_to_blocks(ring, queries, weights, num_pages, num_keys, scale, done, D, S)
+        first, num_pieces = _cut(start, stop, share_size)
         result = out_ptr + ((sequence * H + h) * G).to(gl.int64) * D
-        if num == 1:
+        if num_pieces == 1:
             _write(result, sums, mass, G, D)
         else:
             piece, arrived = (share + sequence) * H + h, arrived_ptr + sequence * H + h
             _leave(pieces_ptr, piece * G, top, mass, sums, G, D)
-            _meet(pieces_ptr, (first + sequence) * H + h, num, arrived, result, sums, H, G, D)
-        at += count
+            _meet(pieces_ptr, (first + sequence) * H + h, num_pieces, arrived, result, sums, H, G, D)
+        at += num_pages
         sequence += 1
-        begin, last, length = last, next_last, next_length
+        start, stop, length = stop, next_stop, next_length
 
 
 @gluon.jit
@@ -297,7 +292,7 @@ def _fetch_queries(
 
 
 @gluon.jit
-def _attend_to_blocks(ring, queries, weights, count, num_keys, scale, done, D: gl.constexpr, S: gl.constexpr):
+def _attend_to_blocks(ring, queries, weights, num_pages, num_keys, scale, done, D: gl.constexpr, S: gl.constexpr):
     """Largest score, mass and sums of values over the next pages in the ring."""
     keys, values, full, empty = ring
     PAGES: gl.constexpr = KEYS // S
@@ -310,7 +305,7 @@ def _attend_to_blocks(ring, queries, weights, count, num_keys, scale, done, D: g
     mass, sums = gl.zeros([KEYS, COLUMNS], gl.float32, LAYOUT), ()
     for _ in gl.static_range(LINES):
         sums = sums + (gl.zeros([LINE, COLUMNS], gl.float32, LAYOUT),)  # noqa: RUF005 - as above
-    for block in range(0, count, PAGES):
+    for block in range(0, num_pages, PAGES):
         stage, left = done % STAGES, num_keys - block * S
         mbarrier.wait(full.index(stage), done // STAGES & 1)
         scores = gl.zeros([KEYS, COLUMNS], gl.float32, LAYOUT)
@@ -369,12 +364,12 @@ def _leave(pieces_ptr, row, top, mass, sums, G: gl.constexpr, D: gl.constexpr):
 
 
 @gluon.jit
-def _meet(pieces_ptr, piece, num, arrived, result, sums, H: gl.constexpr, G: gl.constexpr, D: gl.constexpr):
+def _meet(pieces_ptr, piece, num_pieces, arrived, result, sums, H: gl.constexpr, G: gl.constexpr, D: gl.constexpr):
     """The last one to come puts all pieces together, in their order whoever that is."""
     gl.thread_barrier()  # every thread's part is written before the arrival is announced
-    if gl.atomic_add(arrived, 1, sem="acq_rel") == num - 1:
+    if gl.atomic_add(arrived, 1, sem="acq_rel") == num_pieces - 1:
         top, mass, sums = _taken(pieces_ptr, piece * G, sums, G, D)
-        for other in range(1, num):
+        for other in range(1, num_pieces):
             top, mass, sums = _put_together(top, mass, sums, _taken(pieces_ptr, (piece + other * H) * G, sums, G, D), D)
         gl.store(arrived, 0)
         _write(result, sums, mass, G, D)
