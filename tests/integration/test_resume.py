@@ -7,6 +7,7 @@ import signal
 from pathlib import Path
 
 import command_runs as runs
+import pytest
 
 
 def test_a_run_learns_and_leaves_a_checkpoint_and_a_report(unbroken: Path) -> None:
@@ -42,6 +43,17 @@ def test_interrupt_saves_and_the_run_goes_on(unbroken: Path, tmp_path: Path) -> 
     result = runs.lockstep(tmp_path, "train", "--resume", str(run), "--plain")
     assert result.returncode == 0, result.stderr
     assert runs.weights(run, 6) == runs.weights(unbroken, 6)
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_ended_in_the_warm_up_it_says_so(sent: signal.Signals, tmp_path: Path) -> None:
+    process = runs.start(tmp_path, "train", str(runs.write_recipe(tmp_path)), "warmup.steps=1000000", "--plain")
+    metrics = tmp_path / "runs/small/metrics.jsonl"
+    runs.wait_until(lambda: metrics.exists() and "warmup/" in metrics.read_text(), process)
+    process.send_signal(sent)
+    output = process.communicate(timeout=120)[0]
+    assert process.returncode == 130, output
+    assert output.splitlines()[-1] == "stopped; what was saved before is whole"
 
 
 def test_sampling_ahead_keeps_the_staleness_bound_and_resumes(tmp_path: Path) -> None:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import current_thread, main_thread
 from typing import NoReturn
 
 from lockstep.config import ConfigError
@@ -35,7 +39,8 @@ def run() -> int:
     from lockstep.controller.audit import AuditFailed
 
     try:
-        app()
+        with _told_when_terminated():
+            app()
     except SystemExit as done:  # Ctrl-C, too: the command line's own way of ending by it
         code = done.code if isinstance(done.code, int) else int(done.code is not None)
         return _tell(_STOPPED_LINE, STOPPED) if code == STOPPED else code
@@ -52,6 +57,20 @@ def run() -> int:
     except KeyboardInterrupt:
         return _tell(_STOPPED_LINE, STOPPED)
     return 0
+
+
+@contextmanager
+def _told_when_terminated() -> Iterator[None]:
+    """SIGTERM ends a command as Ctrl-C does, where it takes no signals itself. One of several ranks, which torchrun
+    ends, may be waiting for another: it ends at once."""
+    if current_thread() is not main_thread() or int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
 
 
 def _in_words(error: OSError) -> str:
