@@ -54,6 +54,7 @@ def test_generate_computes_as_the_run_did(unbroken: Path, tmp_path: Path, monkey
     shutil.copytree(unbroken, other, symlinks=True)
     config = json.loads((other / "config.json").read_text())
     config["model"]["float32_logits"], config["learner"]["dtype"] = True, "bfloat16"
+    config["task"] = "moved/away.py:Task"  # which nobody asks for here
     (other / "config.json").write_text(json.dumps(config))
     found: list[Recipe] = []
     monkeypatch.setattr("lockstep.cli.inference.load_model", lambda recipe: found.append(recipe) or load_model(recipe))

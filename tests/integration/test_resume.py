@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import time
 from pathlib import Path
 
 import command_runs as runs
@@ -54,6 +55,21 @@ def test_ended_in_the_warm_up_it_says_so(sent: signal.Signals, tmp_path: Path) -
     output = process.communicate(timeout=120)[0]
     assert process.returncode == 130, output
     assert output.splitlines()[-1] == "stopped; what was saved before is whole"
+
+
+def test_terminated_twice_it_says_so_and_goes_on_from_what_was_saved(unbroken: Path, tmp_path: Path) -> None:
+    process = runs.start(tmp_path, "train", str(runs.write_recipe(tmp_path)), "task.slow=0.3", "--plain")
+    run = tmp_path / "runs/small"
+    runs.wait_until(lambda: (run / "checkpoints/step-000001").exists(), process)
+    process.send_signal(signal.SIGTERM)
+    time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    output = process.communicate(timeout=120)[0]
+    assert process.returncode == 130, output
+    assert "stopped" in output.splitlines()[-1]
+    result = runs.lockstep(tmp_path, "train", "--resume", str(run), "task.slow=0", "--plain")
+    assert result.returncode == 0, result.stderr
+    assert runs.weights(run, 6) == runs.weights(unbroken, 6)
 
 
 def test_sampling_ahead_keeps_the_staleness_bound_and_resumes(tmp_path: Path) -> None:

@@ -353,6 +353,7 @@ async def _asleep(roles: Training) -> AsyncIterator[None]:
 def _stop_on_signals(controller: Controller) -> Iterator[None]:
     """The first SIGINT or SIGTERM ends the run after the update under way and saves; the second ends it at once."""
     loop = asyncio.get_running_loop()
+    before = {number: signal.getsignal(number) for number in SIGNALS}
 
     def stop() -> None:
         controller.stop()
@@ -361,6 +362,7 @@ def _stop_on_signals(controller: Controller) -> Iterator[None]:
     def release() -> None:
         for number in SIGNALS:
             loop.remove_signal_handler(number)
+            signal.signal(number, signal.default_int_handler)
 
     for number in SIGNALS:
         loop.add_signal_handler(number, stop)
@@ -368,3 +370,5 @@ def _stop_on_signals(controller: Controller) -> Iterator[None]:
         yield
     finally:
         release()
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)

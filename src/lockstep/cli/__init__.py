@@ -5,14 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from threading import current_thread, main_thread
 from typing import NoReturn
 
 from lockstep.config import ConfigError
 
 FAILED, BAD_INPUT, GOVERNED, STOPPED = 1, 2, 3, 130
+_BY_SIGNALS = (128 + signal.SIGTERM, 128 + signal.SIGHUP)  # of commands that have processes of their own to end
 _STOPPED_LINE = "stopped; what was saved before is whole"
 
 
@@ -22,8 +20,11 @@ def main() -> NoReturn:
     One of several ranks ends at once: taking process groups apart while the interpreter ends aborts now and then, and
     torchrun would call a run that is done and saved a failure.
     """
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if ranks == 1:  # else who is to end may be waiting for another rank, and would not hear of it
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C, where a command takes no signals itself
     code = run()
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if ranks > 1:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
@@ -39,11 +40,10 @@ def run() -> int:
     from lockstep.controller.audit import AuditFailed
 
     try:
-        with _told_when_terminated():
-            app()
+        app()
     except SystemExit as done:  # Ctrl-C, too: the command line's own way of ending by it
         code = done.code if isinstance(done.code, int) else int(done.code is not None)
-        return _tell(_STOPPED_LINE, STOPPED) if code == STOPPED else code
+        return _tell(_STOPPED_LINE, code) if code in (STOPPED, *_BY_SIGNALS) else code
     except Interrupted as stop:
         return _tell(f"{stop}; go on with: lockstep train --resume {stop.root}", STOPPED)
     except Governed as stop:
@@ -57,20 +57,6 @@ def run() -> int:
     except KeyboardInterrupt:
         return _tell(_STOPPED_LINE, STOPPED)
     return 0
-
-
-@contextmanager
-def _told_when_terminated() -> Iterator[None]:
-    """SIGTERM ends a command as Ctrl-C does, where it takes no signals itself. One of several ranks, which torchrun
-    ends, may be waiting for another: it ends at once."""
-    if current_thread() is not main_thread() or int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
 
 
 def _in_words(error: OSError) -> str:

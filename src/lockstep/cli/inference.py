@@ -182,9 +182,7 @@ def resolve_checkpoint(checkpoint: str) -> str:
 def ask_only(path: str, checkpoint: str) -> dict[str, object]:
     """A recipe that only asks: task and algorithm are never used. A run's model computes as in the run."""
     tables: dict[str, object] = {"task": "arithmetic", "algorithm": {"surrogate": "grpo"}, "train": {"steps": 0}}
-    if not is_run(checkpoint):
-        return tables | {"model": {"path": path}}
-    folder = RunFolder.open(Path(checkpoint))
-    begun = validate(Recipe, folder.read_config(), str(folder.config))
-    model = {"path": path, "float32_logits": begun.model.float32_logits}
-    return tables | {"model": model, "learner": {"dtype": begun.learner.dtype}}
+    begun = RunFolder.open(Path(checkpoint)).read_config() if is_run(checkpoint) else {}
+    float32_logits = begun.get("model", {}).get("float32_logits", False)
+    dtype = begun.get("learner", {}).get("dtype", "auto")
+    return tables | {"model": {"path": path, "float32_logits": float32_logits}, "learner": {"dtype": dtype}}

@@ -66,13 +66,15 @@ def _show_held(recipe: Recipe, root: Path, console: Console) -> None:
 
 
 def _accuracy(folder: RunFolder) -> str:
-    """Before and after, and what supervised learning alone reached in the same time, if that was measured."""
+    """Before and after, or when it was measured if only once; and what supervised learning alone reached in the same
+    time, if that was measured."""
     rows = list(folder.read_metrics())
-    measured = [row["eval/accuracy"] for row in rows if "eval/accuracy" in row]
+    measured = [(row["step"], row["eval/accuracy"]) for row in rows if "eval/accuracy" in row]
     control = [row["control/accuracy"] for row in rows if "control/accuracy" in row]
     if not measured:
         return ""
-    text = f"{measured[0]:.1%} -> {measured[-1]:.1%} held out"
+    (first, before), (last, after) = measured[0], measured[-1]
+    text = f"{before:.1%} -> {after:.1%} held out" if last > first else f"{after:.1%} held out, at step {last}"
     return text + (f" (supervised learning alone: {control[-1]:.1%})" if control else "")
 
 

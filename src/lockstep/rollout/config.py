@@ -54,7 +54,7 @@ class RolloutConfig(Config):
     @classmethod
     def _within_float32(cls, temperature: float) -> float:
         if 0 < temperature < LEAST_TEMPERATURE:
-            raise ValueError(f"{temperature}: 0, which is greedy, or at least {LEAST_TEMPERATURE:g}")
+            raise ValueError(f"must be 0, which is greedy, or at least {LEAST_TEMPERATURE:g}")
         return temperature
 
     @field_validator("stop")

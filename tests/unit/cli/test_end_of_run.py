@@ -30,3 +30,10 @@ def test_it_fits_into_a_terminal_of_80_columns(tmp_path: Path, monkeypatch: pyte
         "  accuracy    16.8% -> 100.0% held out (supervised learning alone: 17.6%)",
     ]
     assert max(map(len, lines)) <= 80
+
+
+def test_one_evaluation_is_not_told_as_two(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path / "run")
+    with RunRecorder(folder) as recorder:
+        recorder.log(6, {"eval/accuracy": 0.5})
+    assert training._accuracy(folder) == "50.0% held out, at step 6"
