@@ -1,4 +1,5 @@
-"""The command `lockstep`. Exit codes: 0 done, 1 failed, 2 bad input, 3 stopped by the governor, 130 by a signal."""
+"""The command `lockstep`. Exit codes: 0 done, 1 failed, 2 bad input, 3 stopped by the governor, 130 by a signal (of
+`bench rollout`, 128 and its number)."""
 
 from __future__ import annotations
 

@@ -171,7 +171,7 @@ class Controller:
     async def _before_first_step(self) -> None:
         if self.roles.audit is not None:
             await self.roles.audit.whole()
-        if self.progress.step == 0 and self.progress.best is None:  # else both was done before it was killed
+        if self.progress.step == 0 and self.progress.best is None:  # else both were done before it was killed
             if self.roles.evaluate is not None:
                 await self._evaluate()
             await self._save()
