@@ -16,7 +16,7 @@ from lockstep.models.releasable import Releasable
 from lockstep.models.routing import find_routers
 from lockstep.models.tiny import SPECIALS, TinyModel, byte_tokenizer, tiny_model
 from lockstep.rollout.config import RolloutConfig
-from lockstep.rollout.core import PAGE_SIZE, EngineCore
+from lockstep.rollout.core import EngineCore
 from lockstep.types import Completion, Request, SamplingParams
 
 END = 256 + SPECIALS.index("<|end|>")
@@ -52,7 +52,7 @@ def engine_core(
     if pages is not None:
         text = module.config.get_text_config()
         heads, key, value = kv.kv_shape(text)
-        page_bytes = text.num_hidden_layers * PAGE_SIZE * heads * (key + value) * module.dtype.itemsize + 64 * record
+        page_bytes = text.num_hidden_layers * kv.PAGE_SIZE * heads * (key + value) * module.dtype.itemsize + 64 * record
         config["kv_gib"] = (pages + 0.5) * page_bytes / 2**30
     routers = find_routers(module) if record else None
     memory = Releasable(module.device) if config.get("sleep") else None

@@ -7,12 +7,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from lockstep.assembly.devices import choose_device
 from lockstep.assembly.recipe import Recipe
-from lockstep.models.kv import KVCache
+from lockstep.models.kv import PAGE_SIZE, KVCache
 from lockstep.models.loading import ModelConfig, read_config
 from lockstep.models.lowbit import low_bit_layers
 from lockstep.models.tiny import tiny_model
 from lockstep.rollout.budget import kv_gib
-from lockstep.rollout.core import PAGE_SIZE
 
 GIB = 2**30
 

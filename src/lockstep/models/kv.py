@@ -15,6 +15,7 @@ from transformers import PreTrainedConfig
 from lockstep.models.releasable import Releasable
 
 LARGEST_E4M3 = 448.0
+PAGE_SIZE = 16  # tokens, of the engine's pages
 
 
 class Pages(NamedTuple):

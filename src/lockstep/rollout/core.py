@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from lockstep.config import ConfigError
 from lockstep.models import kernels
 from lockstep.models.head import is_exact
-from lockstep.models.kv import KVCache
+from lockstep.models.kv import PAGE_SIZE, KVCache
 from lockstep.models.operators import engine_operators
 from lockstep.models.releasable import Releasable
 from lockstep.models.routes import RouteMemory
@@ -28,8 +28,6 @@ from lockstep.rollout.runner import Runner
 from lockstep.rollout.scheduler import Draws, Plan, Scheduler
 from lockstep.rollout.sequence import Sequence
 from lockstep.types import LEAST_TEMPERATURE, Completion, Operator, Request, StopReason
-
-PAGE_SIZE = 16
 
 
 class EngineCore:
