@@ -78,11 +78,11 @@ def decode(
         common = fill(triton.cdiv(batch, MEMBERS) * heads, processors)
     pieces, queries = splits + common, (MEMBERS if common else 1) * group
     tile = choose_tile(batch * heads, processors, queries, size, query_BHD.element_size(), exact)
-    kind = torch.float64 if exact else torch.float32
-    partial = out if pieces == 1 else query_BHD.new_empty(pieces, batch, num_queries, size + 2, dtype=kind)
+    shape = (pieces, batch, num_queries, size + 2) if pieces > 1 else ()
+    partial = query_BHD.new_empty(shape, dtype=torch.float64 if exact else torch.float32)
     _decode[heads, batch, pieces](  # the heads of a sequence run together: their keys lie side by side
-        query_BHD, *cache, pages_BP, lengths_B, *(shared or (None,) * 4), partial, scale * LOG2E, pages_BP.stride(0),
-        splits, common, H=heads, G=group, D=size, S=page_size, BLOCK_N=tile.keys, WHOLE=pieces == 1, MEMBERS=MEMBERS,
+        query_BHD, *cache, pages_BP, lengths_B, *(shared or (None,) * 4), out, partial, scale * LOG2E,
+        pages_BP.stride(0), splits, common, H=heads, G=group, D=size, S=page_size, BLOCK_N=tile.keys, MEMBERS=MEMBERS,
         WINDOW=window or 0, PRECISION=_precision(query_BHD), EXACT=exact, DEPENDENT=DEPENDENT, launch_pdl=DEPENDENT,
         num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=not exact,
     )  # fmt: skip
@@ -171,9 +171,9 @@ def in_pairs(memory: tl.dtype, query: tl.dtype, size: int) -> bool:
 @triton.jit(do_not_specialize=["page_stride", "splits", "common"])
 def _decode(
     q_ptr, k_ptr, v_ptr, ks_ptr, vs_ptr, pages_ptr, lengths_ptr, first_ptr, members_ptr, tokens_ptr, before_ptr,
-    out_ptr, scale, page_stride, splits, common,
-    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, S: tl.constexpr, BLOCK_N: tl.constexpr, WHOLE: tl.constexpr,
-    MEMBERS: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr, DEPENDENT: tl.constexpr,
+    out_ptr, partial_ptr, scale, page_stride, splits, common,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, S: tl.constexpr, BLOCK_N: tl.constexpr, MEMBERS: tl.constexpr,
+    WINDOW: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """The first `common` pieces are of what a group shares, longer ones as a rule; the `splits` after them of a
     sequence's own keys."""
@@ -191,8 +191,8 @@ def _decode(
         low = begin + (piece - common) * share
         high = tl.minimum(length, low + share)
         _decode_piece(
-            q_ptr, k_ptr, v_ptr, ks_ptr, vs_ptr, pages_ptr + b * page_stride, out_ptr, scale, b, 1, h, low, high,
-            visible, piece, H, G, D, S, BLOCK_N, 1, WHOLE, PRECISION, EXACT,
+            q_ptr, k_ptr, v_ptr, ks_ptr, vs_ptr, pages_ptr + b * page_stride, out_ptr, partial_ptr, scale, b, 1, h,
+            low, high, visible, piece, splits + common, H, G, D, S, BLOCK_N, 1, PRECISION, EXACT,
         )  # fmt: skip
     elif members_ptr is not None:
         members = tl.load(members_ptr + b).to(tl.int32)
@@ -201,9 +201,9 @@ def _decode(
             share = tl.cdiv(tl.cdiv(tokens, BLOCK_N), common) * BLOCK_N
             low = piece * share
             _decode_piece(
-                q_ptr, k_ptr, v_ptr, ks_ptr, vs_ptr, pages_ptr + first * page_stride, out_ptr, scale, first, members,
-                h, low, tl.minimum(tokens, low + share), 0, piece, H, G, D, S, BLOCK_N, MEMBERS, False, PRECISION,
-                EXACT,
+                q_ptr, k_ptr, v_ptr, ks_ptr, vs_ptr, pages_ptr + first * page_stride, None, partial_ptr, scale, first,
+                members, h, low, tl.minimum(tokens, low + share), 0, piece, splits + common, H, G, D, S, BLOCK_N,
+                MEMBERS, PRECISION, EXACT,
             )  # fmt: skip
 
 
@@ -216,11 +216,12 @@ def _whole_blocks(tokens_ptr, BLOCK_N: tl.constexpr, EXACT: tl.constexpr):
 
 @triton.jit
 def _decode_piece(
-    q_ptr, k_ptr, v_ptr, ks_ptr, vs_ptr, pages_ptr, out_ptr, scale, b, members, h, low, high, visible, piece,
-    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, S: tl.constexpr, BLOCK_N: tl.constexpr, MEMBERS: tl.constexpr,
-    WHOLE: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, ks_ptr, vs_ptr, pages_ptr, out_ptr, partial_ptr, scale, b, members, h, low, high, visible,
+    piece, pieces, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, S: tl.constexpr, BLOCK_N: tl.constexpr,
+    MEMBERS: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """The queries of up to MEMBERS sequences, from the b-th on, over keys low to high of the same pages."""
+    """The queries of up to MEMBERS sequences, from the b-th on, over keys low to high of the same pages. What the only
+    piece finds is the result."""
     ROWS: tl.constexpr = num_rows(MEMBERS * G)
     r, d, n = tl.arange(0, ROWS), tl.arange(0, D), tl.arange(0, BLOCK_N)
     query_rows = ((b + r // G) * H + h) * G + r % G
@@ -240,15 +241,15 @@ def _decode_piece(
         )  # fmt: skip
 
     sums = _joined(acc, D)
-    if WHOLE:
-        sums = sums.to(tl.float32) / mass.to(tl.float32)[:, None]
-        tl.store(out_ptr + query_rows[:, None] * D + d, sums.to(out_ptr.dtype.element_ty), mask=mine[:, None])
+    if out_ptr is not None and pieces == 1:
+        mean = sums.to(tl.float32) / mass.to(tl.float32)[:, None]
+        tl.store(out_ptr + query_rows[:, None] * D + d, mean.to(out_ptr.dtype.element_ty), mask=mine[:, None])
     else:
         rows = (piece.to(tl.int64) * tl.num_programs(1) * H * G + query_rows) * (D + 2)
         if low < high:  # of an empty piece nobody reads the sum
-            tl.store(out_ptr + rows[:, None] + d, sums, mask=mine[:, None])
-        tl.store(out_ptr + rows + D, top, mask=mine)
-        tl.store(out_ptr + rows + D + 1, mass, mask=mine)
+            tl.store(partial_ptr + rows[:, None] + d, sums, mask=mine[:, None])
+        tl.store(partial_ptr + rows + D, top, mask=mine)
+        tl.store(partial_ptr + rows + D + 1, mass, mask=mine)
 
 
 @triton.jit
