@@ -43,6 +43,7 @@ def test_every_page_is_dealt_out_once(case: str, heads: int) -> None:
     lengths = LENGTHS[case]
     work = dealt.deal(torch.tensor(lengths, device=DEVICE), heads, PAGE)
     start, (size,) = work.start.tolist()[:-2], work.share_size.tolist()
+    near = size // dealt.NEAR.value
     assert work.start.tolist()[-2:] == [start[-1]] * 2, "for who looks ahead"
     assert work.lengths.tolist() == [*lengths, 0]
     assert work.arrived.tolist() == [0] * (len(lengths) * heads)
@@ -51,12 +52,12 @@ def test_every_page_is_dealt_out_once(case: str, heads: int) -> None:
     assert start[0] == begin[0] == 0
     assert begin[-1] == start[-1]
     for share, (low, high) in enumerate(pairwise(begin)):
-        assert 0 <= high - low <= 2 * size
+        assert 0 <= high - low <= size + 2 * near
         assert low == high or start[first[share]] <= low < start[first[share] + 1]
     for low, high in pairwise(start):
         pieces = [n for n, (a, b) in enumerate(pairwise(begin)) if a < high and b > low and a < b]
         assert pieces == list(range(pieces[0], pieces[-1] + 1))
-        assert high - low > size or len(pieces) == 1
+        assert high - low > 2 * near or len(pieces) == 1
         assert (pieces[0], len(pieces)) == cast(Any, dealt._cut).fn(low, high, size)
 
 

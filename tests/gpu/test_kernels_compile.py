@@ -147,6 +147,23 @@ def test_dealt_attention(group: int, size: int, compiled: list[str]) -> None:
     assert compiled == ["_deal", "_decode"]
 
 
+def test_a_batch_size_more_compiles_nothing_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A first start compiles for as long as it may take. Decode attention, cut into pieces or not, and dealt out."""
+    from lockstep.models.kernels import attention, dealt
+
+    started: list[str] = []
+    monkeypatch.setattr(triton.knobs.compilation, "listener", lambda *, src, **_: started.append(src.name))
+    for kernel in (dealt._deal, dealt._decode, attention._decode):
+        kernel.device_caches.clear()
+    for batch in (9, 16, 24, 128):
+        work = dealt.deal(numbers(batch), HEADS, PAGE)
+        dealt.decode(torch.empty(batch, HEADS * 2, SIZE, dtype=BF16), pages(BF16), numbers(batch, 12), work, 1.0)
+    for batch in (160, 224, 256, 512):
+        query = torch.empty(batch, HEADS * 2, SIZE, dtype=BF16)
+        attention.decode(query, pages(BF16), numbers(batch, 12), numbers(batch), 1.0, None)
+    assert [name for name in started if name != "_combine"] == ["_deal", "_decode", "_decode"]
+
+
 @pytest.mark.parametrize("rows", [1, 32, 64, 128])
 def test_products_of_few_rows(rows: int, compiled: list[str]) -> None:
     from lockstep.models.kernels import few_rows

@@ -48,6 +48,7 @@ STAGES = 3
 AT_ONCE = 2  # programs of a multiprocessor
 LEAST = 8  # sequences: a lone one took longer than with `attention.decode`, on an H200, and eight did not
 MOST = 4  # sequences for each share: 256 with 33 shares took longer than with `attention.decode`, and 128 did not
+NEAR = tl.constexpr(8)  # an eighth of a share from either end of a sequence, no share begins within it
 SOME = 8  # shares whose beginning a program of `deal` finds
 
 
@@ -102,7 +103,12 @@ def decode(query_BHD: Tensor, cache: Pages, pages_BP: Tensor, work: Work, scale:
     return out
 
 
-@triton.jit(do_not_specialize=["batch", "shares"])
+@triton.jit(
+    do_not_specialize=["batch", "shares"],
+    do_not_specialize_on_alignment=[  # these begin anywhere in one tensor
+        "start_out", "lengths_out", "share_start_out", "share_sequence_out", "share_size_out", "arrived_out",
+    ],
+)  # fmt: skip
 def _deal(
     lengths_ptr, start_out, lengths_out, share_start_out, share_sequence_out, share_size_out, arrived_out, batch,
     shares, S: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr, SOME: tl.constexpr,
@@ -126,22 +132,26 @@ def _deal(
     sequence = tl.sum(upto.to(tl.int32), 1) - 1  # that it would begin within
     start = tl.max(tl.where(upto, starts[None, :], 0), 1)
     stop = tl.min(tl.where(upto | (b >= batch)[None, :], total, starts[None, :]), 1)
-    near = (stop - start <= share_size) | (tl.minimum(at - start, stop - at) <= share_size // 4)  # as in `_cut`
-    up = stop - at < at - start
+    near, up = tl.minimum(at - start, stop - at) <= share_size // NEAR, stop - at < at - start  # as in `_cut`
     tl.store(share_start_out + share, tl.where(near, tl.where(up, stop, start), at), mask=share <= shares)
     tl.store(share_sequence_out + share, sequence + (near & up), mask=share <= shares)
 
 
 @triton.jit
 def _cut(start, stop, share_size):
-    """(first share, number) of the pieces of a sequence. A share begins at a multiple of their size, but not within a
-    short sequence, nor close to where a long one begins or stops: there at the nearer of these two (`_deal`)."""
-    long, close = stop - start > share_size, share_size // 4
-    first = (start + close) // share_size * long + (start + stop) // (2 * share_size) * (1 - long)
-    return first, ((stop - close - 1) // share_size - first) * long + 1
+    """(first share, number) of the pieces of a sequence. A share begins at a multiple of their size or, if that is near
+    to where a sequence begins or stops, at the nearer of these (`_deal`)."""
+    close = share_size // NEAR
+    first = min(start + close, (start + stop) // 2) // share_size
+    return first, max((stop - close - 1) // share_size - (start + close) // share_size, 0) + 1
 
 
-@gluon.jit(do_not_specialize=["page_stride", "batch"])
+@gluon.jit(
+    do_not_specialize=["page_stride", "batch"],
+    do_not_specialize_on_alignment=[
+        "start_ptr", "lengths_ptr", "share_start_ptr", "share_sequence_ptr", "share_size_ptr", "arrived_ptr",
+    ],
+)  # fmt: skip
 def _decode(
     keys, values, q_ptr, pages_ptr, start_ptr, lengths_ptr, share_start_ptr, share_sequence_ptr, share_size_ptr,
     arrived_ptr, out_ptr, pieces_ptr, scale, page_stride, batch,
