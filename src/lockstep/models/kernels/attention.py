@@ -78,10 +78,11 @@ def decode(
         common = fill(triton.cdiv(batch, MEMBERS) * heads, processors)
     pieces, queries = splits + common, (MEMBERS if common else 1) * group
     tile = choose_tile(batch * heads, processors, queries, size, query_BHD.element_size(), exact)
+    whole = None if common else out  # nobody's result is of one piece, and knowing that saves registers
     shape = (pieces, batch, num_queries, size + 2) if pieces > 1 else ()
     partial = query_BHD.new_empty(shape, dtype=torch.float64 if exact else torch.float32)
     _decode[heads, batch, pieces](  # the heads of a sequence run together: their keys lie side by side
-        query_BHD, *cache, pages_BP, lengths_B, *(shared or (None,) * 4), out, partial, scale * LOG2E,
+        query_BHD, *cache, pages_BP, lengths_B, *(shared or (None,) * 4), whole, partial, scale * LOG2E,
         pages_BP.stride(0), splits, common, H=heads, G=group, D=size, S=page_size, BLOCK_N=tile.keys, MEMBERS=MEMBERS,
         WINDOW=window or 0, PRECISION=_precision(query_BHD), EXACT=exact, DEPENDENT=DEPENDENT, launch_pdl=DEPENDENT,
         num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=not exact,
