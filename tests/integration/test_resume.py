@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
+import pty
+import select
 import signal
+import subprocess
+import termios
 import time
 from pathlib import Path
+from threading import Event, Thread
 
 import command_runs as runs
 import pytest
@@ -44,6 +51,46 @@ def test_interrupt_saves_and_the_run_goes_on(unbroken: Path, tmp_path: Path) -> 
     result = runs.lockstep(tmp_path, "train", "--resume", str(run), "--plain")
     assert result.returncode == 0, result.stderr
     assert runs.weights(run, 6) == runs.weights(unbroken, 6)
+
+
+def test_a_terminal_that_closes_costs_nothing(unbroken: Path, tmp_path: Path) -> None:
+    """The live view writes to it until then, and a run that writes to no terminal ends before it saves."""
+    recipe = runs.write_recipe(tmp_path)
+    ours, its = pty.openpty()
+    process = subprocess.Popen(
+        runs.command("train", str(recipe)), cwd=tmp_path, stdin=its, stdout=its, stderr=its, start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0), text=True,
+    )  # fmt: skip
+    os.close(its)
+    run, closing = tmp_path / "runs/small", Event()
+    Thread(target=_read_until, args=(closing, ours), daemon=True).start()
+    runs.wait_until(lambda: (run / "checkpoints/step-000001").exists(), process)
+    closing.set()
+    assert process.wait(120) == 130
+    assert not (run / "checkpoints/step-000006").exists(), "too late to prove anything"
+    result = runs.lockstep(tmp_path, "train", "--resume", str(run), "--plain")
+    assert result.returncode == 0, result.stderr
+    assert runs.weights(run, 6) == runs.weights(unbroken, 6)
+
+
+def _read_until(closing: Event, descriptor: int) -> None:
+    while not closing.is_set():
+        if select.select([descriptor], [], [], 0.1)[0]:
+            os.read(descriptor, 4096)
+    os.close(descriptor)
+
+
+def test_who_is_told_to_ignore_a_hang_up_does(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        ["nohup", *runs.command("train", str(runs.write_recipe(tmp_path)), "--plain")], cwd=tmp_path,
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    run = tmp_path / "runs/small"
+    runs.wait_until(lambda: (run / "checkpoints/step-000001").exists(), process)
+    process.send_signal(signal.SIGHUP)
+    output = process.communicate(timeout=120)[0]
+    assert process.returncode == 0, output
+    assert (run / "checkpoints/step-000006").exists()
 
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])

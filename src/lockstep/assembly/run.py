@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import shutil
-import signal
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from lockstep.assembly.governed import as_governed, held, in_words, reach
 from lockstep.assembly.outcome import Governed, Interrupted
 from lockstep.assembly.recipe import Recipe
 from lockstep.assembly.roles import Training, learner_core, load_model, low_bit_weights, routers_of
+from lockstep.assembly.signals import ignore_signals, stopped_by_signals
 from lockstep.assembly.unlogged import never_logged
 from lockstep.assembly.warmup import Supervised
 from lockstep.config import ConfigError
@@ -38,7 +38,6 @@ from lockstep.report.recorder import Recorders, RunRecorder
 from lockstep.report.run_folder import RunFolder
 
 START = Progress(step=0, version=0, next_index=0, unfinished=[])
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,8 +133,7 @@ def _governed(folder: RunFolder) -> Iterator[None]:
 
 def _follow(recipe: Recipe, ranks: Ranks) -> None:
     """Signals are for rank 0, which tells the others where the run stands before roles are built; None at its end."""
-    for number in SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
+    ignore_signals()
     while (progress := ranks.from_front()) is not None:
         _serve(as_governed(recipe, progress), ranks)
         gc.collect()
@@ -308,7 +306,7 @@ class _Run:
             sleeps=self.recipe.rollout.sleep,
         )
         self.view.phase("RL", self.recipe.train.steps, done=progress.step)
-        with _stop_on_signals(controller):
+        with stopped_by_signals(controller.stop):
             progress = await controller.run()
         return Stage(progress, goes_on=controller.to_be_rebuilt)
 
@@ -347,28 +345,3 @@ async def _asleep(roles: Training) -> AsyncIterator[None]:
     await roles.engine.sleep()
     yield
     await roles.engine.wake()
-
-
-@contextmanager
-def _stop_on_signals(controller: Controller) -> Iterator[None]:
-    """The first SIGINT or SIGTERM ends the run after the update under way and saves; the second ends it at once."""
-    loop = asyncio.get_running_loop()
-    before = {number: signal.getsignal(number) for number in SIGNALS}
-
-    def stop() -> None:
-        controller.stop()
-        release()
-
-    def release() -> None:
-        for number in SIGNALS:
-            loop.remove_signal_handler(number)
-            signal.signal(number, signal.default_int_handler)
-
-    for number in SIGNALS:
-        loop.add_signal_handler(number, stop)
-    try:
-        yield
-    finally:
-        release()
-        for number, handler in before.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
