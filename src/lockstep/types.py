@@ -170,6 +170,7 @@ class GroupReceipt:
     index: int
     rewards: tuple[float, ...]  # of the answers that were judged
     num_failed: int  # answers whose reward failed
+    failure: str = ""  # why the first of them did
     num_truncated: int
     num_tokens: int
     has_signal: bool  # the answers that may train differ in reward: otherwise every advantage is zero

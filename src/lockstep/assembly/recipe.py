@@ -59,6 +59,14 @@ class Recipe(Config):
         return self
 
     @model_validator(mode="after")
+    def _has_a_whole_task(self) -> Recipe:
+        needed = ["samples", "reward", *(["demonstrations"] if self.warmup else [])]
+        if missing := [name for name in needed if not callable(getattr(self.task.cls, name, None))]:
+            why = ", which the warm-up learns from" if missing == ["demonstrations"] else ""
+            raise ValueError(f"task {self.task.name!r} has no method {' and no '.join(missing)}{why}")
+        return self
+
+    @model_validator(mode="after")
     def _is_exact_on_both_sides(self) -> Recipe:
         if self.rollout.exact and self.learner.alignment != "aligned":
             raise ValueError(

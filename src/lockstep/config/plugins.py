@@ -57,6 +57,10 @@ def _load_foreign(name: str) -> type:
     if "=" in attribute:
         raise ConfigError(f'{name!r}: a recipe gives options as a table, {{name = "{place}", key = value}}')
     path = Path(place)
+    if path.suffix == ".py" and not path.is_file():
+        raise ConfigError(
+            f"cannot load {name!r}: there is no file {path.absolute()} (paths begin where the command runs)"
+        )
     try:
         module = _load_file(path) if path.suffix == ".py" else import_module(place)
         found = getattr(module, attribute)

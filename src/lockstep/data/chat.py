@@ -32,7 +32,7 @@ def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message
         turns = [{"role": m.role, "content": m.content} for m in messages]
         try:
             tokens = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
-        except TemplateError as error:
+        except (TemplateError, ValueError) as error:
             raise ConfigError(f"the tokenizer's chat template cannot render this prompt: {error}") from error
         return _not_empty(cast("list[int]", tokens))
     tokens = tokenizer.encode("\n".join(m.content for m in messages))

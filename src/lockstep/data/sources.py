@@ -63,6 +63,8 @@ def _parse_line(line: str, place: str) -> Row:
         row = json.loads(line)
     except json.JSONDecodeError as error:
         raise ConfigError(f"{place}: not valid JSON: {error.msg}") from None
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, thousands of lists in lists
+        raise ConfigError(f"{place}: cannot be read: {_first_line(error)}") from None
     if not isinstance(row, dict):
         raise ConfigError(f"{place}: expected an object, got {type(row).__name__}")
     return row

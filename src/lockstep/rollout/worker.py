@@ -10,6 +10,7 @@ from hashlib import blake2b
 
 from transformers import PreTrainedTokenizerBase
 
+from lockstep.config import ConfigError
 from lockstep.data.chat import Conversation, render_prompt, response_text
 from lockstep.data.flaws import flaws
 from lockstep.protocols import Bus, Engine, Judge
@@ -38,7 +39,7 @@ class Answerer:
 
     async def answers(self, name: str, sample: Sample, num_answers: int) -> list[Trajectory]:
         """consumes: one sample · waits for: the engine, then the judge · cancelling it aborts the requests"""
-        prompt = tuple(render_prompt(self.tokenizer, sample.messages))
+        prompt = tuple(self._prompt(sample))
         requests = [self._request(f"{name}/{n}", prompt) for n in range(num_answers)]
         judging: dict[str, asyncio.Task[Trajectory]] = {}
         try:
@@ -51,7 +52,13 @@ class Answerer:
                 task.cancel()
 
     def prompt_length(self, sample: Sample) -> int:
-        return len(render_prompt(self.tokenizer, sample.messages))
+        return len(self._prompt(sample))
+
+    def _prompt(self, sample: Sample) -> list[int]:
+        try:
+            return render_prompt(self.tokenizer, sample.messages)
+        except ConfigError as error:
+            raise ConfigError(f"sample {sample.uid!r}: {error}") from error
 
     def _request(self, uid: str, prompt: tuple[int, ...]) -> Request:
         """A seed of its own for every answer of every prompt, the same in every run with this seed."""
@@ -100,6 +107,7 @@ def receipt(index: int, answers: Sequence[Trajectory], train_truncated: bool) ->
         index=index,
         rewards=tuple(v.value for v in judged if v.value is not None),
         num_failed=len(answers) - len(judged),
+        failure=next((reason for a in answers if a.verdict.failed for reason in a.verdict.reasons), ""),
         num_truncated=sum(a.truncated for a in answers),
         num_tokens=sum(a.num_sampled for a in answers),
         has_signal=len(trained) > 1,

@@ -41,9 +41,9 @@ class DatasetTask:
         """One row as a sample."""
         return Sample(
             uid=uid,
-            messages=read_messages(first_of(row, ("messages", "prompt"), uid)),
-            answer=str(row.get("answer", "")),
-            solution=row.get("solution"),
+            messages=read_messages(first_of(row, ("messages", "prompt"))),
+            answer=_text_of(row, "answer") or "",
+            solution=_text_of(row, "solution"),
             info=row,
         )
 
@@ -53,10 +53,11 @@ class DatasetTask:
     def samples(self, split: str) -> Sequence[Sample]:
         if split not in ("train", "eval"):
             raise ConfigError(f"unknown split {split!r}; choices: train, eval")
-        if self.eval_path or not is_files(self.path):
-            rows = self._rows(split)
-            return LazySamples(len(rows), lambda i: self.sample(f"{split}/{i}", rows[i]))
-        return self._held_out(split)
+        if is_files(self.path) and not self.eval_path:
+            return self._held_out(split)
+        rows = self._rows(split)
+        lazy = LazySamples(len(rows), lambda i: self._read(f"{split}/{i}", rows[i]))
+        return list(lazy) if is_files(self.path) else lazy  # of a file all are read anyway, and may be refused at once
 
     def demonstrations(self) -> Sequence[Sample]:
         """The training samples whose rows hold a worked solution."""
@@ -69,27 +70,55 @@ class DatasetTask:
 
     def _held_out(self, split: str) -> Sequence[Sample]:
         """One file for both: what the model is asked decides, so equal prompts are never on both sides."""
-        samples = [self.sample(f"{split}/{i}", row) for i, row in enumerate(self._rows("train"))]
+        samples = [self._read(f"{split}/{i}", row) for i, row in enumerate(self._rows("train"))]
         chosen = [s for s in samples if _is_held_out(s) == (split == "eval")]
         if not chosen:
-            raise ConfigError(f"{self.path} has too few rows to hold some out: set eval_path")
+            raise ConfigError(f"{self.path} has too few different prompts to hold some out: set eval_path")
         return chosen
+
+    def _read(self, uid: str, row: Mapping[str, Any]) -> Sample:
+        """`sample`, which may be the user's own, and what it raises told with the row."""
+        try:
+            made = self.sample(uid, row)
+            for message in made.messages:
+                message.content.encode()
+        except UnicodeEncodeError as error:
+            near = error.object[max(0, error.start - 20) : error.start + 20]
+            raise ConfigError(f"row {uid}: a prompt is not valid Unicode, at {near!r}") from None
+        except ConfigError as error:
+            raise ConfigError(f"row {uid}: {error}") from None
+        except Exception as error:
+            raise ConfigError(f"row {uid}: {type(error).__name__}: {error}") from error
+        return made
 
 
 def _is_held_out(sample: Sample) -> bool:
     return hash_share("\n".join(m.content for m in sample.messages)) < _HELD_OUT
 
 
-def first_of(row: Mapping[str, Any], keys: Sequence[str], uid: str) -> Any:
+def _text_of(row: Mapping[str, Any], key: str) -> str | None:
+    """None where it is missing, or null. A number is taken as it would be written."""
+    value = row.get(key)
+    if value is None or isinstance(value, str | int | float):
+        return None if value is None else str(value)
+    raise ConfigError(f"its {key} is a {type(value).__name__}; expected text or a number")
+
+
+def first_of(row: Mapping[str, Any], keys: Sequence[str]) -> Any:
     """The value of the first of `keys` that the row has."""
     for key in keys:
         if row.get(key) is not None:
             return row[key]
-    raise ConfigError(f"row {uid} has none of the fields {', '.join(keys)}; it has {', '.join(row)}")
+    raise ConfigError(f"it has none of the fields {', '.join(keys)}; it has {', '.join(row)}")
 
 
 def read_messages(value: Any) -> tuple[Message, ...]:
     """A prompt as messages: plain text is what the user says; a list has a role and content in each item."""
     if isinstance(value, str):
         return (Message("user", value),)
+    if not isinstance(value, Sequence) or not value:
+        raise ConfigError(f"the prompt is {value!r}; expected text, or a list of messages")
+    for turn in value:
+        if not isinstance(turn, Mapping) or not all(isinstance(turn.get(key), str) for key in ("role", "content")):
+            raise ConfigError(f"a message is {turn!r}; expected a `role` and a `content`, both text")
     return tuple(Message(turn["role"], turn["content"]) for turn in value)

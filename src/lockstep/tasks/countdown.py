@@ -70,8 +70,8 @@ class Countdown(DatasetTask):
 
     def sample(self, uid: str, row: Mapping[str, Any]) -> Sample:
         truth = row.get("reward_model", {}).get("ground_truth", row)
-        numbers = list(first_of(truth, ("numbers", "nums"), uid))
-        target = first_of(truth, ("target",), uid)
+        numbers = list(first_of(truth, ("numbers", "nums")))
+        target = first_of(truth, ("target",))
         prompt = row.get("prompt") or self._prompt(numbers, target)
         return _sample(uid, read_messages(prompt), numbers, target, row.get("answer"))
 

@@ -46,6 +46,11 @@ class Misbehaves(DatasetTask):
         Path(note).write_text(str(child.pid))
         return child.wait()
 
+    def fork(self, text: str) -> float:
+        """The other process falls through to what this one does."""
+        os.fork()
+        return float(len(text))
+
     def die(self, _: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 

@@ -1,4 +1,5 @@
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -63,8 +64,43 @@ def test_complaints(tmp_path: Path) -> None:
         Counts(path=path).samples("train")
     with pytest.raises(ConfigError, match="unknown split 'test'; choices: train, eval"):
         Counts(path=path).samples("test")
-    with pytest.raises(ConfigError, match="too few rows"):
+    with pytest.raises(ConfigError, match="too few different prompts"):
         Counts(path=write(tmp_path / "b.jsonl", 1)).samples("eval")
+
+
+@pytest.mark.parametrize(
+    ("row", "why"),
+    [
+        ('{"prompt": 5}', "the prompt is 5; expected text, or a list of messages"),
+        ('{"prompt": []}', "expected text, or a list of messages"),
+        ('{"prompt": ["hi"]}', "a message is 'hi'; expected a `role` and a `content`"),
+        ('{"prompt": [{"content": "hi"}]}', "expected a `role` and a `content`, both text"),
+        ('{"prompt": [{"role": "user", "content": null}]}', "expected a `role` and a `content`, both text"),
+        ('{"prompt": "ab\\ud800c"}', "a prompt is not valid Unicode, at"),
+        ('{"prompt": "?", "answer": [1]}', "its answer is a list; expected text or a number"),
+        ('{"prompt": "?", "solution": {}}', "its solution is a dict; expected text or a number"),
+    ],
+)
+@pytest.mark.parametrize("two_files", [False, True])
+def test_a_bad_row_is_named_before_anything_is_trained(row: str, why: str, two_files: bool, tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", 40)
+    with (tmp_path / "a.jsonl").open("a") as file:
+        file.write(row + "\n")
+    with pytest.raises(ConfigError, match=f"row train/40: .*{re.escape(why)}"):
+        Counts(path=path, eval_path=path if two_files else "").samples("train")
+
+
+@pytest.mark.parametrize("row", ['{"prompt": ' + "9" * 5000 + "}", '{"prompt": ' + "[" * 100_000 + "]" * 100_000 + "}"])
+def test_json_that_python_does_not_read(row: str, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(row + "\n")
+    with pytest.raises(ConfigError, match=r"a\.jsonl:1: cannot be read"):
+        Counts(path=str(tmp_path / "a.jsonl")).samples("train")
+
+
+def test_an_answer_that_is_null_is_none(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"prompt": "?", "answer": null}\n{"prompt": "?", "answer": 7}\n')
+    task = Counts(path=str(tmp_path / "a.jsonl"), eval_path=str(tmp_path / "a.jsonl"))
+    assert [sample.answer for sample in task.samples("train")] == ["", "7"]
 
 
 def test_the_folder_lists_the_tasks() -> None:

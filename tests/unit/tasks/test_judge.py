@@ -71,8 +71,8 @@ async def test_a_worker_answers_many_times_and_starts_light() -> None:
 async def test_what_is_no_reward_is_failed_never_zero() -> None:
     async with judging() as judge:
         for answer, why in {
-            "fail oh no": "failed: the reward raised KeyError: 'oh no'",
-            "leave": "failed: the reward raised SystemExit: 3",
+            "fail oh no": "failed: the reward raised KeyError, ",
+            "leave": "failed: the reward raised SystemExit, ",
             "say nan": "the reward is nan",
             "say inf": "the reward is inf",
             "say none": "the reward is None, which is neither a number nor a Verdict",
@@ -82,6 +82,12 @@ async def test_what_is_no_reward_is_failed_never_zero() -> None:
             assert verdict.value is None
             assert why in verdict.reasons[0]
         assert (await judge("say true")).value == 1.0
+
+
+@in_event_loop
+async def test_a_reward_that_forks_answers_once() -> None:
+    async with judging() as judge:
+        assert [(await judge("fork " + "x" * n)).value for n in range(1, 9)] == list(range(1, 9))
 
 
 @in_event_loop

@@ -1,3 +1,9 @@
+import asyncio
+import os
+import re
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 from lockstep.tasks.judging import Part, combine, failed, judged
@@ -51,7 +57,39 @@ def test_parts_and_values_must_be_finite(value: float) -> None:
 
 def test_a_reward_may_fail_on_purpose() -> None:
     verdict = failed("the judge model does not answer")
-    assert judged(lambda _sample, _answer: verdict, SAMPLE, "") is verdict
+    assert judged(lambda _sample, _answer: verdict, SAMPLE, "") == verdict
+
+
+@pytest.mark.parametrize("reasons", [None, (), (object(),), ("x" * 10_000,)])
+def test_reasons_may_be_anything_and_are_kept_short(reasons: Any) -> None:
+    for value in (None, 1.0):
+        verdict = judged(lambda _sample, _answer, value=value: Verdict(value=value, reasons=reasons), SAMPLE, "")
+        assert verdict.value == value
+        assert all(isinstance(reason, str) and len(reason) < 320 for reason in verdict.reasons)
+
+
+@pytest.mark.parametrize("error", [ValueError, SystemExit, asyncio.CancelledError, GeneratorExit])
+def test_a_reward_that_raises_is_failed_and_says_where(error: type[BaseException]) -> None:
+    def reward(_sample: Sample, _answer: str) -> float:
+        raise error("oh no")
+
+    verdict = judged(reward, SAMPLE, "")
+    assert verdict.failed
+    assert re.search(rf"raised {error.__name__}, .*test_verdicts\.py:\d+: oh no", verdict.reasons[0])
+
+
+def test_a_process_that_a_reward_forked_does_not_go_on_with_the_caller(tmp_path: Path) -> None:
+    def reward(_sample: Sample, _answer: str) -> float:
+        if child := os.fork():
+            os.waitpid(child, 0)
+            return 1.0
+        raise SystemExit
+
+    verdict = judged(reward, SAMPLE, "")
+    with (tmp_path / "callers").open("a") as callers:
+        callers.write(f"{os.getpid()}\n")
+    assert verdict.value == 1.0
+    assert (tmp_path / "callers").read_text() == f"{os.getpid()}\n"
 
 
 def test_a_plain_number_is_a_reward() -> None:

@@ -25,6 +25,7 @@ from lockstep.protocols import Task
 from lockstep.tasks.judging.verdicts import failed, judged
 from lockstep.types import Sample, Verdict
 
+_END_LIMIT_S = 1.0  # for a worker whose pipe is closed
 _START_LIMIT_S = 120.0  # a busy machine may take long to import a task's libraries
 
 
@@ -137,6 +138,8 @@ class _Worker:
             if self._pipe.poll(time_limit):
                 return self._pipe.recv()
         except (EOFError, ConnectionError):
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(_END_LIMIT_S)  # by itself, so that the status is its own
             self.kill()
             return failed(f"the reward's process ended with status {self._process.returncode}")
         self.kill()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from numbers import Real
@@ -39,28 +41,47 @@ def combine(*parts: Part) -> Verdict:
 
 def failed(why: str) -> Verdict:
     """No verdict could be reached. That is not a zero: the answer does not train."""
-    line = " ".join(why.split())
+    line = " ".join(why.split()).removeprefix("failed: ")
     return Verdict(value=None, reasons=(f"failed: {line[:_LONGEST_REASON]}",))
 
 
 def judged(reward: Callable[[Sample, str], object], sample: Sample, answer: str) -> Verdict:
-    """What `reward` says; failed if it raises or says something that is no reward. A plain number is one."""
+    """What `reward` says; failed if it raises or says something that is no reward. A plain number is one.
+
+    A process that the reward forked ends here: two would go on with what only one was asked.
+    """
+    asked = os.getpid()
     try:
-        return _checked(reward(sample, answer))
-    except (Exception, SystemExit) as error:
-        return failed(f"the reward raised {type(error).__name__}: {error}")
+        result = reward(sample, answer)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # also asyncio.CancelledError, which would look like an end that somebody wanted
+        *_, place = traceback.extract_tb(error.__traceback__)
+        return failed(f"the reward raised {type(error).__name__}, {place.filename}:{place.lineno}: {error}")
+    finally:
+        if os.getpid() != asked:
+            os._exit(0)
+    try:
+        return _checked(result)
+    except Exception as error:  # what it says is the user's, and may be anything
+        return failed(str(error))
 
 
 def _checked(result: object) -> Verdict:
     verdict = result if isinstance(result, Verdict) else Verdict(value=_number("reward", result))
     if verdict.failed:
-        return verdict
+        return failed("; ".join(map(_short, verdict.reasons or ())) or "the reward says nothing")
     return Verdict(
         value=_number("value", verdict.value),
         parts={str(name): _number(f"part {name}", part) for name, part in verdict.parts.items()},
-        reasons=tuple(map(str, verdict.reasons)),
+        reasons=tuple(map(_short, verdict.reasons or ())),
         correct=None if verdict.correct is None else bool(verdict.correct),
     )
+
+
+def _short(reason: object) -> str:
+    text = str(reason)
+    return text if len(text) <= _LONGEST_REASON else f"{text[:_LONGEST_REASON]}…"
 
 
 def _number(what: str, value: object) -> float:
