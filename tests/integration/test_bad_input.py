@@ -274,6 +274,35 @@ def test_a_resumed_run_keeps_its_model_and_its_config(unbroken: Path, tmp_path: 
     assert said.endswith("; remove that checkpoint to go on from the one before")
 
 
+def test_a_run_that_lost_what_it_goes_on_from_is_not_begun_anew(unbroken: Path, tmp_path: Path, refused) -> None:
+    run = tmp_path / "copy"
+    shutil.copytree(unbroken, run, symlinks=True)
+    logged = (run / "metrics.jsonl").read_text()
+    (run / "checkpoints").rename(run / "moved")
+    assert "has no checkpoint any more" in refused("train", "--resume", str(run), "--plain")
+    assert (run / "metrics.jsonl").read_text() == logged
+    (run / "moved").rename(run / "checkpoints")
+    (run / "config.json").unlink()
+    assert "config.json is missing: put it back" in refused("train", "--resume", str(run), "--plain")
+
+
+def test_a_resume_refused_for_its_task_leaves_config_and_events(unbroken: Path, tmp_path: Path, refused) -> None:
+    run = tmp_path / "copy"
+    shutil.copytree(unbroken, run, symlinks=True)
+    before = (run / "config.json").read_text(), (run / "events.jsonl").read_text()
+    command = ["train", "--resume", str(run), "train.steps=7", "--plain"]
+    assert "has no training samples" in refused(*command, "task.num_train=0")
+    assert ((run / "config.json").read_text(), (run / "events.jsonl").read_text()) == before
+
+
+def test_a_task_without_a_method_is_refused_before_it_begins(tmp_path: Path, refused) -> None:
+    (tmp_path / "half.py").write_text("class Half:\n    def samples(self, split):\n        return []\n")
+    recipe = str(runs.write_recipe(tmp_path))
+    assert "has no method reward" in refused("train", recipe, "task=half.py:Half", "--plain")
+    assert "there is no file" in refused("train", recipe, "task=no.py:Half", "--plain")
+    assert not (tmp_path / "runs").exists()
+
+
 def test_an_export_is_not_exported_trained_or_sampled_from(unbroken: Path, tmp_path: Path, refused) -> None:
     checkpoint, recipe = unbroken / "checkpoints/step-000006", runs.write_recipe(tmp_path)
     export(str(checkpoint), tmp_path / "low", Plugin(package=FORMATS, name="int8_w8a8"))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import shutil
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +36,8 @@ from lockstep.report.live import LiveView
 from lockstep.report.page import write_report
 from lockstep.report.recorder import Recorders, RunRecorder
 from lockstep.report.run_folder import RunFolder
+from lockstep.rollout.evaluate import Evaluator
+from lockstep.types import Sample
 
 START = Progress(step=0, version=0, next_index=0, unfinished=[])
 
@@ -84,6 +86,8 @@ def _lead_in(folder: RunFolder, recipe: Recipe, ranks: Ranks, resume: bool, plai
         if found[1].step > recipe.train.steps:
             raise ConfigError(f"{folder.root} is at step {found[1].step} already; train.steps is {recipe.train.steps}")
     before = folder.read_config() if resume else None
+    if resume and not found and folder.ever_saved:
+        raise ConfigError(f"{folder.checkpoints} has no checkpoint any more: put one back, or start a new run")
     if resume:
         folder.rewind(found[1].step if found else -1)
     if found is None:
@@ -108,18 +112,18 @@ def _refuse_another_run(recipe: Recipe, folder: RunFolder) -> None:
 
 @contextmanager
 def _kept_if_begun(folder: RunFolder, before: Mapping[str, Any] | None) -> Iterator[None]:
-    """A run that failed still gets its report. One refused before its first checkpoint leaves no folder if it is new,
-    or the config from `before`."""
+    """A run that failed still gets its report. One that is refused keeps the config from `before`, or leaves no folder
+    if it is new and has no checkpoint yet."""
     try:
         yield
     except BaseException as error:
+        if isinstance(error, ConfigError) and before is not None:
+            folder.write_config(before)
         if folder.checkpoints.is_dir():
-            with suppress(OSError):  # the disk may be what failed
+            with suppress(OSError, ConfigError):  # the disk may be what failed, or what the run has logged
                 write_report(folder)
         elif isinstance(error, ConfigError) and before is None:
-            shutil.rmtree(folder.root)
-        elif isinstance(error, ConfigError) and before is not None:
-            folder.write_config(before)
+            folder.remove()
         raise
 
 
@@ -199,6 +203,8 @@ class _Run:
         goes_on: Progress | None = None
         try:
             roles.check_reference()
+            sample = roles.prompts  # before anything is written: the task may lack what it is made of
+            evaluator = roles.evaluator(lambda text: self.recorder.event(progress.step, "skipped", text))
             if why == "resumed":
                 self._tell_never_logged(roles, progress.step)
             async with _asleep(roles):
@@ -206,7 +212,7 @@ class _Run:
                     await self._go_on(roles, checkpoint, progress, why)
                 else:
                     await self._begin(roles)
-            stage = await self._learn(roles, progress)
+            stage = await self._learn(roles, progress, sample, evaluator)
             goes_on = stage.progress if stage.goes_on else None
             return stage
         finally:
@@ -280,8 +286,14 @@ class _Run:
         )
         return Supervised(roles.learner, demonstrations, self.recipe.warmup)
 
-    async def _learn(self, roles: Training, progress: Progress) -> Stage:
-        evaluator = roles.evaluator(lambda text: self.recorder.event(progress.step, "skipped", text))
+    async def _learn(
+        self, roles: Training, progress: Progress, sample: Callable[[int], Sample], evaluator: Evaluator | None
+    ) -> Stage:
+        if (most := self.recipe.rollout.max_tokens) >= (context := roles.loaded.context):
+            text = (
+                f"rollout.max_tokens = {most}, but prompt and answer together end at the model's context of {context}"
+            )
+            self.recorder.event(progress.step, "context", text)
         await roles.learner.publish(progress.version)
         await roles.engine.update_weights(progress.version)
         controller = Controller(
@@ -291,7 +303,7 @@ class _Run:
                 learner=roles.learner,
                 bus=roles.bus,
                 recorder=self.recorder,
-                sample=roles.prompts,
+                sample=sample,
                 evaluate=evaluator.run if evaluator else None,
                 checkpoints=self.checkpoints,
                 audit=Audit(roles.engine, roles.learner, aligned=self.recipe.learner.alignment == "aligned"),
@@ -333,7 +345,7 @@ class _Run:
         await roles.learner.publish(1)
         await roles.engine.update_weights(1)
         metrics = await evaluator.run()
-        return {"control/accuracy": metrics["eval/accuracy"]}
+        return {"control/accuracy": metrics["eval/accuracy"]} if "eval/accuracy" in metrics else {}
 
 
 @asynccontextmanager

@@ -75,6 +75,8 @@ def _accuracy(folder: RunFolder) -> str:
         return ""
     (first, before), (last, after) = measured[0], measured[-1]
     text = f"{before:.1%} -> {after:.1%} held out" if last > first else f"{after:.1%} held out, at step {last}"
+    if unjudged := [row["eval/failed"] for row in rows if "eval/failed" in row][-1]:
+        text += f", of the answers that could be judged (not {unjudged:.0f} in the last evaluation)"
     return text + (f" (supervised learning alone: {control[-1]:.1%})" if control else "")
 
 
@@ -99,7 +101,11 @@ def _choose(
         folder = RunFolder.open(resume)
         tables = folder.read_config()
         if not tables:
-            raise ConfigError(f"{resume} was killed before it began: remove the folder and start again")
+            raise ConfigError(
+                f"{folder.config} is missing: put it back, or start a new run from model.path={folder.result}"
+                if folder.result
+                else f"{resume} was killed before it began: remove the folder and start again"
+            )
         return *resolve(Recipe, tables, given, str(folder.config)), resume
     if recipe is None:
         raise ConfigError("name a recipe, such as `lockstep train quickstart`, or a run with --resume")

@@ -15,6 +15,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from lockstep.config import ConfigError
 
 NAME = re.compile(r"step-(\d{6,})")
@@ -105,9 +107,10 @@ def read_progress(checkpoint: Path) -> Progress:
     """Where the run stood when it wrote this checkpoint."""
     path = checkpoint / "progress.json"
     try:
-        return Progress(**json.loads(path.read_text()))
-    except (ValueError, TypeError) as error:
-        raise ConfigError(f"{path} is damaged; remove that checkpoint to go on from the one before") from error
+        return TypeAdapter(Progress).validate_json(path.read_bytes(), strict=True)
+    except (OSError, ValueError) as error:
+        what = "is missing" if isinstance(error, FileNotFoundError) else "is damaged"
+        raise ConfigError(f"{path} {what}; remove that checkpoint to go on from the one before") from error
 
 
 def force_to_disk(paths: Iterable[Path]) -> None:

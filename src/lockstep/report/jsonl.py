@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from lockstep.config import ConfigError
+
 Row = dict[str, Any]
 
 
@@ -44,9 +46,9 @@ def _decode(line: bytes, path: Path, number: int) -> Row:
     try:
         row = json.loads(line)
     except ValueError:
-        raise ValueError(f"{path} is damaged: line {number} is not JSON") from None
+        raise ConfigError(f"{path} is damaged: line {number} is not JSON") from None
     if not isinstance(row, dict):
-        raise ValueError(f"{path} is damaged: line {number} is not a JSON object")
+        raise ConfigError(f"{path} is damaged: line {number} is not a JSON object")
     return row
 
 

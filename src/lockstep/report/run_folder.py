@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import fcntl
 import json
+import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,11 +36,13 @@ class RunFolder:
 
     @classmethod
     def create(cls, root: Path) -> RunFolder:
-        """A new run; ConfigError if a run is already there, so that no history is ever written over."""
+        """A new run; ConfigError if a run, or anything else, is already there: nothing is ever written over."""
         folder = cls(root)
         try:
             with given_path(f"cannot make a run in {root}"):
                 root.mkdir(parents=True, exist_ok=True)
+                if not folder.metrics.exists() and any(root.iterdir()):
+                    raise ConfigError(f"{root} is not empty, and holds no run: choose another name")
                 folder.metrics.touch(exist_ok=False)
         except FileExistsError:
             what = "already holds a run" if root.is_dir() else "is a file"
@@ -54,6 +57,13 @@ class RunFolder:
                 what = "holds no run (no metrics.jsonl)" if root.is_dir() else "is not a folder"
                 raise ConfigError(f"{root} {what}; a run is a folder such as runs/quickstart")
         return folder
+
+    def remove(self) -> None:
+        """All that a run which never began has left."""
+        with suppress(OSError):  # what is wrong with the run matters more
+            shutil.rmtree(self.root.resolve())
+            if self.root.is_symlink():
+                self.root.resolve().mkdir()  # it was there, and empty
 
     @property
     def name(self) -> str:
@@ -128,13 +138,13 @@ class RunFolder:
         return _read_json(self.environment)
 
     def read_metrics(self) -> Iterator[Row]:
-        return read(self.metrics)
+        return _steps(self.metrics)
 
     def read_samples(self) -> Iterator[Row]:
-        return read(self.samples)
+        return _steps(self.samples)
 
     def read_events(self) -> Iterator[Row]:
-        return read(self.events)
+        return _steps(self.events)
 
     def rewind(self, step: int) -> None:
         """Forgets what was logged after `step`, the checkpoint the run goes on from: those steps run again.
@@ -142,9 +152,25 @@ class RunFolder:
         The warm-up counts its own steps and comes before step 0, so its rows stay. `rewind(-1)` forgets
         everything, for a run that stopped before its first checkpoint.
         """
+        for path in (self.metrics, self.samples, self.events):
+            for _ in _steps(path):  # nothing is written before all of it was read
+                pass
         keep_rows(self.metrics, lambda row: row["step"] <= step or (step >= 0 and is_warmup(row)))
         keep_rows(self.samples, lambda row: row["step"] <= step)
         keep_rows(self.events, lambda row: row["step"] <= step)
+
+    @property
+    def ever_saved(self) -> bool:
+        """Whether a checkpoint was written, be it there or not."""
+        return any("time/save" in row for row in self.read_metrics())
+
+
+def _steps(path: Path) -> Iterator[Row]:
+    """The rows of a log, each of which says its step."""
+    for number, row in enumerate(read(path), 1):
+        if not isinstance(row.get("step"), int):
+            raise ConfigError(f"{path} is damaged: line {number} has no step")
+        yield row
 
 
 def _by_number(checkpoint: Path) -> tuple[int, str]:
@@ -167,6 +193,9 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        return json.loads(path.read_bytes())
+        found = json.loads(path.read_bytes())
     except ValueError as error:
         raise ConfigError(f"{path} is damaged: {error}") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path} is damaged: it holds no object")
+    return found

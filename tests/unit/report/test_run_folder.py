@@ -17,6 +17,32 @@ def test_a_folder_that_holds_a_run_is_refused_and_resume_is_named(folder: RunFol
         RunFolder.create(folder.root)
 
 
+def test_a_folder_of_somebody_else_s_is_refused_and_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("mine")
+    with pytest.raises(ConfigError, match="is not empty, and holds no run: choose another name"):
+        RunFolder.create(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
+
+
+def test_what_never_began_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "link").symlink_to("elsewhere")
+    for name in ("new", "link"):
+        folder = RunFolder.create(tmp_path / name)
+        folder.write_config({})
+        folder.remove()
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["elsewhere", "link"]
+
+
+@pytest.mark.parametrize("line", ["[1]", "{}", '{"step": "3"}', "\0\0"])
+def test_a_damaged_log_is_told_and_left_as_it_is(line: str, folder: RunFolder) -> None:
+    before = '{"step": 1}\n{"step": 9}\n' + line + "\n"
+    folder.events.write_text(before)
+    with pytest.raises(ConfigError, match=r"events.jsonl is damaged: line 3"):
+        folder.rewind(1)
+    assert folder.events.read_text() == before
+
+
 def test_opening_what_is_no_run_is_one_clear_line(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"holds no run \(no metrics.jsonl\)"):
         RunFolder.open(tmp_path)
