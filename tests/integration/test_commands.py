@@ -33,6 +33,12 @@ def test_eval_takes_the_best_checkpoint_and_agrees_with_the_run(unbroken: Path) 
     assert "printable" in output, "shows the reasons"
 
 
+def test_eval_of_a_checkpoint_within_a_run_asks_what_the_run_did(unbroken: Path) -> None:
+    one, other = (run("eval", str(unbroken / "checkpoints" / name), "--show", "0") for name in ("best", "step-000001"))
+    assert "eval/accuracy" in one
+    assert "eval/accuracy" in other
+
+
 def test_eval_names_the_checkpoint_on_a_line_of_its_own(unbroken: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A table is as wide as its figures, and would break a name to pieces."""
     monkeypatch.chdir(unbroken.parent)
@@ -58,10 +64,11 @@ def test_generate_computes_as_the_run_did(unbroken: Path, tmp_path: Path, monkey
     (other / "config.json").write_text(json.dumps(config))
     found: list[Recipe] = []
     monkeypatch.setattr("lockstep.cli.inference.load_model", lambda recipe: found.append(recipe) or load_model(recipe))
-    for folder in (unbroken, other, (other / "checkpoints/best").resolve()):
+    within = (other / "checkpoints/best").resolve()
+    for folder in (unbroken, other, within, shutil.copytree(within, tmp_path / "apart")):
         run("generate", str(folder), "e1", "--max-tokens", "2")
     computed = [(recipe.model.float32_logits, recipe.learner.dtype) for recipe in found]
-    assert computed == [(False, "auto"), (True, "bfloat16"), (False, "auto")]
+    assert computed == [(False, "auto"), (True, "bfloat16"), (True, "bfloat16"), (False, "auto")]
 
 
 def test_what_models_say_is_never_markup(unbroken: Path, monkeypatch: pytest.MonkeyPatch) -> None:

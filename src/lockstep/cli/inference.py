@@ -146,9 +146,9 @@ def checkpoint_and_recipe(
     overrides = ["rollout.exact=false", *overrides]
     if recipe is not None:
         return path, load(Recipe, recipe_files.find(recipe), overrides)
-    if not is_run(checkpoint):
-        raise ConfigError(f"{checkpoint} is not a run: name the task with --recipe")
-    folder = RunFolder.open(Path(checkpoint))
+    if (root := run_of(checkpoint)) is None:
+        raise ConfigError(f"{checkpoint} is neither a run nor in one: name the task with --recipe")
+    folder = RunFolder.open(root)
     begun = validate(Recipe, folder.read_config(), str(folder.config))
     progress = read_progress(Path(path))
     if changed := held(begun, progress):
@@ -163,6 +163,14 @@ def checkpoint_and_recipe(
 def is_run(checkpoint: str) -> bool:
     with given_path(f"no model at {checkpoint!r}"):
         return (Path(checkpoint) / "metrics.jsonl").is_file()
+
+
+def run_of(checkpoint: str) -> Path | None:
+    """The run that it is, or that it is a checkpoint of."""
+    if is_run(checkpoint):
+        return Path(checkpoint)
+    above = Path(checkpoint).resolve().parent
+    return above.parent if above.name == "checkpoints" and is_run(str(above.parent)) else None
 
 
 def resolve_checkpoint(checkpoint: str) -> str:
@@ -182,7 +190,8 @@ def resolve_checkpoint(checkpoint: str) -> str:
 def ask_only(path: str, checkpoint: str) -> dict[str, object]:
     """A recipe that only asks: task and algorithm are never used. A run's model computes as in the run."""
     tables: dict[str, object] = {"task": "arithmetic", "algorithm": {"surrogate": "grpo"}, "train": {"steps": 0}}
-    begun = RunFolder.open(Path(checkpoint)).read_config() if is_run(checkpoint) else {}
+    root = run_of(checkpoint)
+    begun = RunFolder.open(root).read_config() if root is not None else {}
     float32_logits = begun.get("model", {}).get("float32_logits", False)
     dtype = begun.get("learner", {}).get("dtype", "auto")
     return tables | {"model": {"path": path, "float32_logits": float32_logits}, "learner": {"dtype": dtype}}

@@ -39,7 +39,7 @@ class GovernorConfig(Config):
     rules: tuple[str, ...] = (DEFAULT,)
     """such as `stop when reward/mean < 0.5 x early for 5 steps`; the word `default` stands for the shipped ones"""
     cooldown: int = Field(default=10, ge=1)
-    """steps for which a rule that fired is silent"""
+    """steps from one firing of a rule to its next, at least"""
 
     @field_validator("rules")
     @classmethod
@@ -76,7 +76,7 @@ class Firing:
 
 
 class Governor:
-    """Which rules fire. One that fired is silent for `cooldown` steps, but one that skips updates goes on doing so."""
+    """Which rules fire. One that did waits for `cooldown` steps, but if it skips updates it goes on doing so."""
 
     def __init__(self, rules: Sequence[Rule], cooldown: int) -> None:
         self.rules, self._cooldown = rules, cooldown

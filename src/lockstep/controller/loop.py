@@ -42,6 +42,7 @@ class Tally:
 
     rewards: list[float] = field(default_factory=list)
     failed: int = 0
+    failure: str = ""  # why one of them did
     truncated: int = 0
     answers: int = 0
     tokens: int = 0
@@ -56,6 +57,7 @@ class Tally:
     def add(self, receipt: GroupReceipt) -> None:
         self.rewards += receipt.rewards
         self.failed += receipt.num_failed
+        self.failure = self.failure or receipt.failure
         self.truncated += receipt.num_truncated
         self.answers += len(receipt.rewards) + receipt.num_failed
         self.tokens += receipt.num_tokens
@@ -132,6 +134,7 @@ class Controller:
         self._receipts: dict[int, GroupReceipt] = {}  # of groups that wait for their step
         self._rollouts: set[asyncio.Task[None]] = set()
         self._failure: BaseException | None = None
+        self._ending = False
         self._started = time.monotonic() - progress.train_seconds
         self._saved_step = progress.step if progress.step else -1
         self._best_step = -1  # where this run saw its best evaluation
@@ -257,11 +260,14 @@ class Controller:
             self.gate.finish(index)
 
     def _stop_if_failed(self, task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and (error := task.exception()) is not None:
+        """Whether it raised, or was cancelled by anybody but `_end`: nobody else will bring what it was to bring."""
+        cancelled = RuntimeError(f"{task.get_name()} was cancelled from within") if task.cancelled() else None
+        if (error := cancelled or task.exception()) is not None and not self._ending:
             self._failure = self._failure or error
             self.gate.stop()
 
     async def _end(self, tasks: Sequence[asyncio.Task[None]]) -> None:
+        self._ending = True
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -285,7 +291,8 @@ class Controller:
             await self._save()
 
     async def _evaluate(self) -> bool:
-        """Evaluates now, leaving no trace in the engine's cache; True if it is the best so far."""
+        """Evaluates now, leaving no trace in the engine's cache; True if none so far was better: of equals the last one
+        is kept, which learned longest."""
         assert self.roles.evaluate is not None
         started = time.monotonic()
         metrics = await self.roles.evaluate()
@@ -293,9 +300,10 @@ class Controller:
         await self.roles.engine.stats()  # so that the next step's figures are its own
         self.steward.note(metrics)
         self.roles.recorder.log(self.progress.step, {**metrics, "time/eval": time.monotonic() - started})
-        best = self.progress.best is None or metrics["eval/accuracy"] > self.progress.best
+        accuracy = metrics.get("eval/accuracy")  # there is none if no answer could be judged
+        best = accuracy is not None and (self.progress.best is None or accuracy >= self.progress.best)
         if best:
-            self.progress = replace(self.progress, best=metrics["eval/accuracy"])
+            self.progress = replace(self.progress, best=accuracy)
             self._best_step = self.progress.step
         return best
 
@@ -319,8 +327,11 @@ class Controller:
         engine = await self.roles.engine.stats()
         tally, self._tally = self._tally, Tally()
         if tally.answers and tally.failed == tally.answers:
-            text = f"all {tally.failed} rewards of this step failed, nothing was learned; samples.jsonl has the reasons"
-            self.roles.recorder.event(self.progress.step, "rewards-failed", text)
+            text = (
+                f"all {tally.failed} rewards of this step failed, nothing was learned (samples.jsonl has the reasons)"
+            )
+            why = tally.failure.removeprefix("failed: ")
+            self.roles.recorder.event(self.progress.step, "rewards-failed", f"{text}: {why}" if why else text)
         self._idleness.note(self.progress.step, self._why_idle(result, tally))
         metrics = {**result.metrics, **tally.metrics(), **times, "time/rollout": engine["busy_seconds"]}
         busy = times["time/sync"] + times["time/audit"] + result.metrics["time/learn"] + engine["busy_seconds"]

@@ -97,7 +97,7 @@ CHARTS = (
     Chart(
         key="truncated",
         title="Cut off by the token limit",
-        help="Share of answers that ran out of room: missing answers, not wrong ones.",
+        help="Share of answers that ran out of room. What becomes of them is said by algorithm.truncated.",
         metrics={"rollout/truncated": "training", "eval/truncated": "held out"},
         format="percent",
     ),

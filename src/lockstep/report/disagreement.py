@@ -17,6 +17,7 @@ _TITLES = {
     "prob*": ("By probability", "what the learner gave the token before the step"),
 }
 _SIGNS = {"neg": "A < 0", "zero": "A = 0", "pos": "A > 0"}
+ROUNDING = 1e-9  # a k3 so small is nothing to look at, even if all others are smaller
 _ACCEPTANCE = ("answers", "accepted_answers", "accepted_tokens")
 
 
@@ -38,7 +39,8 @@ def disagreement(run: History) -> str:
     acceptance = _acceptance(run, since)
     if not tables and not acceptance:
         return ""
-    most = [max((getattr(cell, x) for _, cells in tables for cell in cells), default=0.0) for x in ("k3", "f2")]
+    shaded = {"k3": ROUNDING, "f2": 0.0}
+    most = [max([least, *(getattr(cell, x) for _, cells in tables for cell in cells)]) for x, least in shaded.items()]
     shown = "".join(_table(part, cells, most) for part, cells in tables)
     steps = f"means over steps {since} to {run.num_steps}; darker is more"
     title = f"<h2>Where sampler and learner disagree <small>{steps}</small></h2>"

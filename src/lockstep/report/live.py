@@ -156,6 +156,9 @@ class LiveView:
     def reached(self, count: int) -> None:
         """So many of the phase's `unit`s are behind it."""
         self._phase.step = count
+        if not self._live and time.monotonic() - self._printed >= _WARMUP_LINE_S:
+            self._print(str(self._phase))
+            self._printed = time.monotonic()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         if not self._phase.unit:
@@ -244,7 +247,7 @@ class LiveView:
         whole = sum(self._times.values()) or 1.0
         shares = [(part, seconds / whole) for part, seconds in self._times.items()]
         shown = "  ".join(f"{part} {share:.0%}" for part, share in shares if share >= 0.005)
-        return Text(f"time  {shown}", style="dim", no_wrap=True, overflow="ellipsis")
+        return Text(f"time of the last step  {shown}", style="dim", no_wrap=True, overflow="ellipsis")
 
     def _last_answer(self, step: int, group: types.Group) -> Text:
         best = max(group.trajectories, key=lambda t: -math.inf if t.verdict.value is None else t.verdict.value)

@@ -46,7 +46,7 @@ def _draw_lines(axes: Axes, panel: Panel) -> None:
         axes.plot(
             line.x,
             np.where(np.isfinite(y), y, np.nan),
-            label=line.label,
+            label=_as_text(line.label),
             color=COLORS[line.color % len(COLORS)],
             linestyle="--" if line.dashed else "-",
             marker="o" if len(line.x) <= 40 and not line.dashed else None,
@@ -56,10 +56,21 @@ def _draw_lines(axes: Axes, panel: Panel) -> None:
         )
 
 
+def _as_text(label: str) -> str:
+    """A part of a reward may be called anything; between two dollars would be a formula."""
+    return label.encode("utf-8", "backslashreplace").decode().replace("$", r"\$")
+
+
 def _draw_dots(axes: Axes, panel: Panel) -> None:
     for line in panel.lines:
         axes.plot(
-            line.x, line.y, ".", markersize=2, alpha=0.4, color=COLORS[line.color % len(COLORS)], label=line.label
+            line.x,
+            line.y,
+            ".",
+            markersize=2,
+            alpha=0.4,
+            color=COLORS[line.color % len(COLORS)],
+            label=_as_text(line.label),
         )
     axes.plot([0, 1], [0, 1], color="black", linewidth=0.6, alpha=0.5)
     axes.set_aspect("equal")
@@ -72,7 +83,9 @@ def _draw_stack(axes: Axes, panel: Panel) -> None:
     bottom = np.zeros(len(x))
     for line in panel.lines:
         top = bottom + line.y
-        axes.stairs(top, edges, baseline=bottom, fill=True, label=line.label, color=COLORS[line.color % len(COLORS)])
+        axes.stairs(
+            top, edges, baseline=bottom, fill=True, label=_as_text(line.label), color=COLORS[line.color % len(COLORS)]
+        )
         bottom = top
     axes.set_ylim(0, (bottom.max() or 1.0) * 1.2)  # room for the legend
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -205,12 +206,17 @@ def _health_table(found: Sequence[Reading]) -> str:
 def _health_row(reading: Reading) -> str:
     meaning = reading.metric.meaning if reading.metric else "not one of Lockstep's own metrics"
     healthy = reading.metric.healthy if reading.metric else ""
-    state = f'<span class="flag">⚠ {escape(reading.flag)}</span>' if reading.flag else escape(healthy)
+    state = f'<span class="flag">⚠ {escape(reading.flag)}</span>' if reading.flag else _with_code(healthy)
     return (
         f'<tr><td class="mono">{escape(reading.name)}</td><td class="spark">{sparkline(reading.series)}</td>'
         f'<td class="num">{number(reading.series.first)}</td><td class="num">{number(reading.series.last)}</td>'
-        f'<td class="meaning">{escape(meaning)}</td><td class="healthy">{state}</td></tr>'
+        f'<td class="meaning">{_with_code(meaning)}</td><td class="healthy">{state}</td></tr>'
     )
+
+
+def _with_code(text: str) -> str:
+    """What stands between backticks looks like code."""
+    return re.sub("`([^`]+)`", r"<code>\1</code>", escape(text))
 
 
 def sparkline(series: Series) -> str:

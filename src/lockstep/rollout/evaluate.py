@@ -35,14 +35,15 @@ class Evaluator:
     config: EvalConfig
 
     async def run(self, on_answer: Callable[[Sample, Trajectory], None] | None = None) -> dict[str, float]:
-        """consumes: the held-out samples · waits for: the engine and the judge"""
+        """Of answers that could not be judged there is no accuracy. consumes: the held-out samples · waits for: the
+        engine and the judge"""
         greedy = [a for group in await self._answers("eval", 0.0, 1) for a in group]
         if on_answer:
             for sample, answer in zip(self.samples, greedy, strict=True):
                 on_answer(sample, answer)
         judged = [a for a in greedy if not a.verdict.failed]
         metrics = {
-            "eval/accuracy": mean([a.verdict.is_correct for a in judged]),
+            **shares("eval/accuracy", [a.verdict.is_correct for a in judged]),
             "eval/length": mean([a.num_sampled for a in greedy]),
             "eval/truncated": mean([a.truncated for a in greedy]),
             "eval/failed": float(len(greedy) - len(judged)),
@@ -53,8 +54,8 @@ class Evaluator:
         groups = await self._answers("eval-k", self.config.temperature, self.config.k)
         correct = [[a.verdict.is_correct for a in group if not a.verdict.failed] for group in groups]
         return {
-            "eval/avg_at_k": mean([value for group in correct for value in group]),
-            "eval/pass_at_k": mean([any(group) for group in correct if group]),
+            **shares("eval/avg_at_k", [value for group in correct for value in group]),
+            **shares("eval/pass_at_k", [any(group) for group in correct if group]),
         }
 
     async def _answers(self, name: str, temperature: float, num_answers: int) -> list[list[Trajectory]]:
@@ -66,6 +67,11 @@ class Evaluator:
         finally:
             for task in tasks:  # if one failed, nobody waits for the others
                 task.cancel()
+
+
+def shares(name: str, values: Sequence[bool]) -> dict[str, float]:
+    """The metric, if there is anything to measure."""
+    return {name: mean(values)} if values else {}
 
 
 def mean(values: Sequence[float]) -> float:

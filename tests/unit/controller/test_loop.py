@@ -394,6 +394,16 @@ def test_evaluation_marks_the_best_and_leaves_no_trace(tmp_path: Path) -> None:
     assert lab.engine.resets == 4
 
 
+def test_of_equal_evaluations_the_last_is_the_best(tmp_path: Path) -> None:
+    lab = Lab(tmp_path)
+    lab.eval_every = 2
+    lab.accuracy = lambda step: {0: 0.1, 2: 0.7, 4: 0.7, 6: 0.6}[step]
+    lab.run()
+    best = lab.checkpoints.best()
+    assert best is not None
+    assert best.name == "step-000004"
+
+
 def test_killed_in_its_first_step_it_does_not_evaluate_again(tmp_path: Path) -> None:
     lab = Lab(tmp_path)
     lab.accuracy = lambda step: 0.5

@@ -177,6 +177,20 @@ def test_accuracy_does_not_depend_on_weights(dense: PreTrainedModel) -> None:
     within(test)
 
 
+def test_answers_that_nobody_could_judge_have_no_accuracy(dense: PreTrainedModel) -> None:
+    async def broken(sample: Sample, answer: str) -> Verdict:
+        return Verdict(value=None)
+
+    async def test() -> None:
+        async with answering(dense) as answerer:
+            evaluator = Evaluator(answerer=replace(answerer, judge=broken), samples=[problem()], config=EvalConfig(k=2))
+            metrics = await evaluator.run()
+            assert metrics.keys() == {"eval/length", "eval/truncated", "eval/failed"}
+            assert metrics["eval/failed"] == 1
+
+    within(test)
+
+
 def test_an_evaluation_that_fails_leaves_nothing_running(dense: PreTrainedModel) -> None:
     samples = [problem(f"eval/{i}") for i in range(4)] + [problem("eval/long", "x" * 500)]
 
