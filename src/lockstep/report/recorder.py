@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -67,8 +68,12 @@ class RunRecorder:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         values = {name: float(value) for name, value in metrics.items()}
         self._metrics.append([{**self._clock(step), **values}])
-        for mirror in self._mirrors:
-            mirror.log(step, values)
+        for mirror in tuple(self._mirrors):
+            try:
+                mirror.log(step, values)
+            except OSError as error:  # it shows what is written down anyway: no reason to end a run
+                self._mirrors.remove(mirror)
+                self.event(step, "mirror", f"{type(mirror).__name__.removesuffix('Sink')} shows no more steps: {error}")
 
     def samples(self, step: int, group: Group) -> None:
         """Of a group that is not kept, answers that fell apart still are: a few a step, as they may be rare."""
@@ -80,8 +85,11 @@ class RunRecorder:
         self._events.append([{**self._clock(step), "kind": kind, "text": text}])
 
     def close(self) -> None:
-        for writer in (self._metrics, self._samples, self._events, *self._mirrors):
+        for writer in (self._metrics, self._samples, self._events):
             writer.close()
+        for mirror in self._mirrors:
+            with suppress(OSError):
+                mirror.close()
 
     def __enter__(self) -> RunRecorder:
         return self

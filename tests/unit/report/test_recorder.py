@@ -69,6 +69,19 @@ def test_wandb_continues_under_the_run_folders_id(folder: RunFolder, monkeypatch
     assert calls == [("abc", "run"), {"reward/mean": 0.5, "step": 1}, "finish"]
 
 
+def test_a_mirror_that_cannot_be_written_ends_nothing(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with RunRecorder(folder) as recorder:
+        monkeypatch.setattr(module.TensorBoardSink, "log", full)
+        monkeypatch.setattr(module.TensorBoardSink, "close", full)
+        for step in (1, 2):
+            recorder.log(step, {"reward/mean": 0.5})
+    assert [row["step"] for row in folder.read_metrics()] == [1, 2]
+    assert [row["text"][:31] for row in folder.read_events()] == ["TensorBoard shows no more steps"]
+
+
 class Memory:
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
