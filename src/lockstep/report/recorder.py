@@ -60,8 +60,8 @@ class RunRecorder:
         self._metrics = JsonlWriter(folder.metrics)
         self._samples = JsonlWriter(folder.samples)
         self._events = JsonlWriter(folder.events)
-        self._mirrors = [TensorBoardSink(folder.tensorboard, purge_step=last["step"] + 1 if last else None)]
-        self._mirrors += [wandb] if wandb else []
+        board = TensorBoardSink(folder.tensorboard, purge_step=last["step"] + 1 if last else None)
+        self._mirrors: list[TensorBoardSink | WandbSink] = [board, *([wandb] if wandb else [])]
         self._kept: Counter[tuple[int, bool]] = Counter()  # groups seen, by step and whether a reward failed
         self._fell_apart: Counter[int] = Counter()  # answers outside of kept groups, by step
 
