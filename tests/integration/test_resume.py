@@ -11,6 +11,7 @@ import signal
 import subprocess
 import termios
 import time
+from contextlib import suppress
 from pathlib import Path
 from threading import Event, Thread
 
@@ -58,19 +59,39 @@ def test_a_terminal_that_closes_costs_nothing(unbroken: Path, tmp_path: Path) ->
     recipe = runs.write_recipe(tmp_path)
     ours, its = pty.openpty()
     process = subprocess.Popen(
-        runs.command("train", str(recipe)), cwd=tmp_path, stdin=its, stdout=its, stderr=its, start_new_session=True,
-        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0), text=True,
+        runs.command("train", str(recipe), "task.slow=0.1"), cwd=tmp_path, stdin=its, stdout=its, stderr=its,
+        start_new_session=True, preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0), text=True,
     )  # fmt: skip
     os.close(its)
     run, closing = tmp_path / "runs/small", Event()
     Thread(target=_read_until, args=(closing, ours), daemon=True).start()
     runs.wait_until(lambda: (run / "checkpoints/step-000001").exists(), process)
     closing.set()
+    time.sleep(0.3)
+    with suppress(ProcessLookupError):
+        process.send_signal(signal.SIGHUP)  # as a shell does that ends with its terminal
     assert process.wait(120) == 130
     assert not (run / "checkpoints/step-000006").exists(), "too late to prove anything"
-    result = runs.lockstep(tmp_path, "train", "--resume", str(run), "--plain")
+    result = runs.lockstep(tmp_path, "train", "--resume", str(run), "task.slow=0", "--plain")
     assert result.returncode == 0, result.stderr
     assert runs.weights(run, 6) == runs.weights(unbroken, 6)
+
+
+def test_who_reads_no_more_ends_no_run(tmp_path: Path) -> None:
+    """As where Ctrl-C ends `tee` too: what the run says fails from then on, and it saves all the same."""
+    ours, its = os.pipe()
+    recipe = str(runs.write_recipe(tmp_path))
+    process = subprocess.Popen(
+        runs.command("train", recipe, "task.slow=0.1", "checkpoint.every=0", "eval.samples=0", "--plain"),
+        cwd=tmp_path, stdout=its, stderr=its, text=True,
+    )  # fmt: skip
+    os.close(its)
+    run = tmp_path / "runs/small"
+    runs.wait_until(lambda: run.exists() and bool(runs.metrics(run, "reward/mean")), process)
+    os.close(ours)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(120) == 130
+    assert len(list((run / "checkpoints").glob("step-*"))) == 2, "before the first step, and where it stopped"
 
 
 def _read_until(closing: Event, descriptor: int) -> None:

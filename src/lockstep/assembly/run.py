@@ -112,18 +112,18 @@ def _refuse_another_run(recipe: Recipe, folder: RunFolder) -> None:
 
 @contextmanager
 def _kept_if_begun(folder: RunFolder, before: Mapping[str, Any] | None) -> Iterator[None]:
-    """A run that failed still gets its report. One that is refused keeps the config from `before`, or leaves no folder
-    if it is new and has no checkpoint yet."""
+    """A run that failed still gets its report. One refused before its first checkpoint leaves nothing if it is new, or
+    the config from `before`."""
     try:
         yield
     except BaseException as error:
-        if isinstance(error, ConfigError) and before is not None:
-            folder.write_config(before)
         if folder.checkpoints.is_dir():
             with suppress(OSError, ConfigError):  # the disk may be what failed, or what the run has logged
                 write_report(folder)
         elif isinstance(error, ConfigError) and before is None:
             folder.remove()
+        elif isinstance(error, ConfigError) and before is not None:
+            folder.write_config(before)
         raise
 
 
@@ -207,6 +207,7 @@ class _Run:
             evaluator = roles.evaluator(lambda text: self.recorder.event(progress.step, "skipped", text))
             if why == "resumed":
                 self._tell_never_logged(roles, progress.step)
+                self._tell_if_answers_end_early(roles, progress.step)
             async with _asleep(roles):
                 if checkpoint is not None:
                     await self._go_on(roles, checkpoint, progress, why)
@@ -234,6 +235,11 @@ class _Run:
         if missing:
             named = "; ".join(f"{name} ({why})" for name, why in missing.items())
             self.recorder.event(step, "rules", f"rules of the governor wait for what this run never logs: {named}")
+
+    def _tell_if_answers_end_early(self, roles: Training, step: int) -> None:
+        if (most := self.recipe.rollout.max_tokens) >= (context := roles.loaded.context):
+            text = f"rollout.max_tokens = {most}, but prompt and answer together end at the model's context, {context}"
+            self.recorder.event(step, "context", text)
 
     async def _begin(self, roles: Training) -> None:
         if self.recipe.warmup:
@@ -289,11 +295,6 @@ class _Run:
     async def _learn(
         self, roles: Training, progress: Progress, sample: Callable[[int], Sample], evaluator: Evaluator | None
     ) -> Stage:
-        if (most := self.recipe.rollout.max_tokens) >= (context := roles.loaded.context):
-            text = (
-                f"rollout.max_tokens = {most}, but prompt and answer together end at the model's context of {context}"
-            )
-            self.recorder.event(progress.step, "context", text)
         await roles.learner.publish(progress.version)
         await roles.engine.update_weights(progress.version)
         controller = Controller(

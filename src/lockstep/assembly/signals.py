@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import stat
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -19,21 +18,23 @@ def ignore_signals() -> None:
 
 @contextmanager
 def stopped_by_signals(stop: Callable[[], None]) -> Iterator[None]:
-    """The first one calls `stop`, the second ends the process at once. One that is ignored stays so, as by `nohup`."""
+    """The first one calls `stop`, the second ends the process at once; but not SIGHUP, of which a terminal that closes
+    sends several. One that is ignored stays so, as by `nohup`."""
     loop = asyncio.get_running_loop()
     before = {number: signal.getsignal(number) for number in ENDING}
     heeded = [number for number, handler in before.items() if handler is not signal.SIG_IGN]
+    terminals = [descriptor for descriptor in range(3) if os.isatty(descriptor)]
 
     def end(number: signal.Signals) -> None:
-        if number == signal.SIGHUP:
-            _let_go_of_terminal()
         release()
         stop()
+        if number == signal.SIGHUP:
+            _let_go_of(terminals)
 
     def release() -> None:
         for number in heeded:
             loop.remove_signal_handler(number)
-            signal.signal(number, signal.default_int_handler)
+            signal.signal(number, signal.SIG_IGN if number == signal.SIGHUP else signal.default_int_handler)
 
     for number in heeded:
         loop.add_signal_handler(number, end, number)
@@ -46,10 +47,8 @@ def stopped_by_signals(stop: Callable[[], None]) -> Iterator[None]:
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
-def _let_go_of_terminal() -> None:
-    """It is gone: to write to it would fail, before anything is saved."""
-    nowhere = os.open(os.devnull, os.O_RDWR)
-    for stream in range(3):
-        if stat.S_ISCHR(os.fstat(stream).st_mode):
-            os.dup2(nowhere, stream)
-    os.close(nowhere)
+def _let_go_of(terminals: Iterable[int]) -> None:
+    """They are gone: to write there would fail, before anything is saved."""
+    with suppress(OSError), open(os.devnull, "r+b", buffering=0) as nowhere:
+        for descriptor in terminals:
+            os.dup2(nowhere.fileno(), descriptor)

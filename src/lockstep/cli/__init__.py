@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from contextlib import suppress
 from typing import NoReturn
 
 from lockstep.config import ConfigError
@@ -25,11 +26,20 @@ def main() -> NoReturn:
     if ranks == 1:  # else who is to end may be waiting for another rank, and would not hear of it
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C, where a command takes no signals itself
     code = run()
+    _flush()
     if ranks > 1:
-        sys.stdout.flush()
-        sys.stderr.flush()
         os._exit(code)
     sys.exit(code)
+
+
+def _flush() -> None:
+    """Where nobody reads any more, what is left would fail when the interpreter ends, and change the exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            with open(os.devnull, "wb") as nowhere:
+                os.dup2(nowhere.fileno(), stream.fileno())
 
 
 def run() -> int:
@@ -70,5 +80,6 @@ def _in_words(error: OSError) -> str:
 
 
 def _tell(line: str, code: int) -> int:
-    print(line, file=sys.stderr)
+    with suppress(OSError):  # nobody may be listening
+        print(line, file=sys.stderr)
     return code

@@ -7,6 +7,7 @@ in three arms: as they are, with scaled weights, and with scaled learning rates.
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
@@ -122,7 +123,7 @@ def _measure(name: str, run: RunFolder, matrices: Matrices, format: Format) -> A
         scaled=mean(_changed(a, b, matrices.scaled, format) for a, b in pairwise(versions)),
         others=mean(_changed(a, b, matrices.others, format) for a, b in pairwise(versions)),
         reward=mean(rewards[len(rewards) // 2 :]),
-        accuracy=[row["eval/accuracy"] for row in rows if "eval/accuracy" in row][-1],
+        accuracy=[row.get("eval/accuracy", math.nan) for row in rows if "eval/length" in row][-1],
         last={name: weight.clone() for name, weight in versions[-1].items()},
     )
 

@@ -107,8 +107,9 @@ def read_progress(checkpoint: Path) -> Progress:
     """Where the run stood when it wrote this checkpoint."""
     path = checkpoint / "progress.json"
     try:
+        Progress(**json.loads(path.read_text()))  # all of its keys, and no others
         return TypeAdapter(Progress).validate_json(path.read_bytes(), strict=True)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, TypeError) as error:
         what = "is missing" if isinstance(error, FileNotFoundError) else "is damaged"
         raise ConfigError(f"{path} {what}; remove that checkpoint to go on from the one before") from error
 

@@ -291,8 +291,8 @@ class Controller:
             await self._save()
 
     async def _evaluate(self) -> bool:
-        """Evaluates now, leaving no trace in the engine's cache; True if none so far was better: of equals the last one
-        is kept, which learned longest."""
+        """Evaluates now, leaving no trace in the engine's cache; True if it is the best so far. One as good takes
+        its place where it is saved anyway, for it has learned longer."""
         assert self.roles.evaluate is not None
         started = time.monotonic()
         metrics = await self.roles.evaluate()
@@ -300,12 +300,15 @@ class Controller:
         await self.roles.engine.stats()  # so that the next step's figures are its own
         self.steward.note(metrics)
         self.roles.recorder.log(self.progress.step, {**metrics, "time/eval": time.monotonic() - started})
-        accuracy = metrics.get("eval/accuracy")  # there is none if no answer could be judged
-        best = accuracy is not None and (self.progress.best is None or accuracy >= self.progress.best)
-        if best:
+        accuracy, best = metrics.get("eval/accuracy"), self.progress.best
+        if accuracy is None:
+            text = f"no accuracy: none of {metrics['eval/failed']:.0f} held-out answers could be judged"
+            self.roles.recorder.event(self.progress.step, "rewards-failed", text)
+            return False
+        if best is None or accuracy >= best:
             self.progress = replace(self.progress, best=accuracy)
             self._best_step = self.progress.step
-        return best
+        return best is None or accuracy > best
 
     async def _save(self, *, final: bool = False) -> None:
         """A disk that is full costs a checkpoint, not the run: it goes on and tries again, unless this is the end."""

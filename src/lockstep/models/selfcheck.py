@@ -26,7 +26,7 @@ from lockstep.models.routing import Routers, find_routers, install_routing
 from lockstep.models.twins import twin
 
 LENGTHS = (37, 7, 20)  # of the probe sequences; the paged check decodes the last token of each
-TIMES = 3  # over at once, and so often: of more sequences another kernel may read the pages
+TIMES = 3  # and that so often over: of more sequences another kernel may read the pages
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.05}  # nats, largest seen times ten or so
 SHALLOW = 8  # layers: of a deeper model more is tolerated, as the root of its depth, by which rounding adds up
 
@@ -148,7 +148,7 @@ def _packed_logits(module: PreTrainedModel, probes: list[Tensor], pins: _Pins | 
 def _paged_logits(module: PreTrainedModel, probes: list[Tensor], pins: _Pins | None) -> list[Tensor]:
     """Each probe in three steps: a first chunk, the rest but one, and the last token as a decode step of all probes.
 
-    And all of them again with another last token, for each other way to decode it that there is.
+    And all of them again, ending in logits of the same tokens decoded TIMES over, where their pages are dealt out.
     """
     view = twin(module, paged.NAME, share=True)
     fuse(view)

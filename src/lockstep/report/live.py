@@ -6,6 +6,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from rich.console import Console, Group, RenderableType
@@ -192,7 +193,9 @@ class LiveView:
         return not (warming_up and recent) or self._phase.step == self._phase.total
 
     def _print(self, line: str) -> None:
-        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+        # Nobody may read any more, as after `| tee` was ended: no reason to end a run, though rich takes it for one.
+        with suppress(OSError, SystemExit):
+            self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def _plain_line(self, metrics: Mapping[str, float]) -> str:
         shown = [f"{label} {text(metrics[name])}" for name, label, text in _ROWS if name in metrics]

@@ -71,7 +71,7 @@ class RunRecorder:
         for mirror in tuple(self._mirrors):
             try:
                 mirror.log(step, values)
-            except OSError as error:  # it shows what is written down anyway: no reason to end a run
+            except Exception as error:  # it shows what is written down anyway: no reason to end a run
                 self._mirrors.remove(mirror)
                 self.event(step, "mirror", f"{type(mirror).__name__.removesuffix('Sink')} shows no more steps: {error}")
 
@@ -88,7 +88,7 @@ class RunRecorder:
         for writer in (self._metrics, self._samples, self._events):
             writer.close()
         for mirror in self._mirrors:
-            with suppress(OSError):
+            with suppress(Exception):
                 mirror.close()
 
     def __enter__(self) -> RunRecorder:

@@ -33,16 +33,16 @@ class RunFolder:
     """The paths of one run. Make one with `create` or `open`."""
 
     root: Path
+    others: frozenset[str] | None = None  # of one just made: what somebody had put there before; None: it is new
 
     @classmethod
     def create(cls, root: Path) -> RunFolder:
-        """A new run; ConfigError if a run, or anything else, is already there: nothing is ever written over."""
-        folder = cls(root)
+        """A new run; ConfigError if a run is already there, so that no history is ever written over."""
         try:
             with given_path(f"cannot make a run in {root}"):
+                there = root.is_dir()
                 root.mkdir(parents=True, exist_ok=True)
-                if not folder.metrics.exists() and any(root.iterdir()):
-                    raise ConfigError(f"{root} is not empty, and holds no run: choose another name")
+                folder = cls(root, frozenset(path.name for path in root.iterdir()) if there else None)
                 folder.metrics.touch(exist_ok=False)
         except FileExistsError:
             what = "already holds a run" if root.is_dir() else "is a file"
@@ -59,11 +59,13 @@ class RunFolder:
         return folder
 
     def remove(self) -> None:
-        """All that a run which never began has left."""
+        """All that a run which never began has left, and nothing of somebody else's."""
         with suppress(OSError):  # what is wrong with the run matters more
-            shutil.rmtree(self.root.resolve())
-            if self.root.is_symlink():
-                self.root.resolve().mkdir()  # it was there, and empty
+            for path in self.root.iterdir():
+                if path.name not in (self.others or ()):
+                    shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+            if self.others is None:
+                self.root.rmdir()
 
     @property
     def name(self) -> str:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from lockstep.config import ConfigError
 from lockstep.data.sources import is_files, read_rows
 from lockstep.tasks._lazy import LazySamples, hash_share
-from lockstep.types import Message, Sample, Verdict
+from lockstep.types import Message, Sample
 
 _HELD_OUT = 0.1
 
@@ -42,13 +42,10 @@ class DatasetTask:
         return Sample(
             uid=uid,
             messages=read_messages(first_of(row, ("messages", "prompt"))),
-            answer=_text_of(row, "answer") or "",
-            solution=_text_of(row, "solution"),
+            answer="" if row.get("answer") is None else str(row["answer"]),
+            solution=_solution(row.get("solution")),
             info=row,
         )
-
-    def reward(self, sample: Sample, answer: str) -> Verdict:
-        raise NotImplementedError(f"{type(self).__name__} has no `reward`")
 
     def samples(self, split: str) -> Sequence[Sample]:
         if split not in ("train", "eval"):
@@ -57,7 +54,8 @@ class DatasetTask:
             return self._held_out(split)
         rows = self._rows(split)
         lazy = LazySamples(len(rows), lambda i: self._read(f"{split}/{i}", rows[i]))
-        return list(lazy) if is_files(self.path) else lazy  # of a file all are read anyway, and may be refused at once
+        path = self.path if split == "train" else self.eval_path or self.path
+        return list(lazy) if is_files(path) else lazy  # of a file all are read anyway, and may be refused at once
 
     def demonstrations(self) -> Sequence[Sample]:
         """The training samples whose rows hold a worked solution."""
@@ -96,12 +94,11 @@ def _is_held_out(sample: Sample) -> bool:
     return hash_share("\n".join(m.content for m in sample.messages)) < _HELD_OUT
 
 
-def _text_of(row: Mapping[str, Any], key: str) -> str | None:
-    """None where it is missing, or null. A number is taken as it would be written."""
-    value = row.get(key)
-    if value is None or isinstance(value, str | int | float):
-        return None if value is None else str(value)
-    raise ConfigError(f"its {key} is a {type(value).__name__}; expected text or a number")
+def _solution(value: Any) -> str | None:
+    """A number is taken as it would be written."""
+    if isinstance(value, Mapping | list | tuple):
+        raise ConfigError(f"its solution is a {type(value).__name__}; expected text")
+    return None if value is None else str(value)
 
 
 def first_of(row: Mapping[str, Any], keys: Sequence[str]) -> Any:
@@ -116,9 +113,10 @@ def read_messages(value: Any) -> tuple[Message, ...]:
     """A prompt as messages: plain text is what the user says; a list has a role and content in each item."""
     if isinstance(value, str):
         return (Message("user", value),)
-    if not isinstance(value, Sequence) or not value:
+    turns = list(value) if isinstance(value, Iterable) and not isinstance(value, Mapping) else []
+    if not turns:
         raise ConfigError(f"the prompt is {value!r}; expected text, or a list of messages")
-    for turn in value:
+    for turn in turns:
         if not isinstance(turn, Mapping) or not all(isinstance(turn.get(key), str) for key in ("role", "content")):
             raise ConfigError(f"a message is {turn!r}; expected a `role` and a `content`, both text")
-    return tuple(Message(turn["role"], turn["content"]) for turn in value)
+    return tuple(Message(turn["role"], turn["content"]) for turn in turns)

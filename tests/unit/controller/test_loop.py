@@ -397,11 +397,12 @@ def test_evaluation_marks_the_best_and_leaves_no_trace(tmp_path: Path) -> None:
 def test_of_equal_evaluations_the_last_is_the_best(tmp_path: Path) -> None:
     lab = Lab(tmp_path)
     lab.eval_every = 2
-    lab.accuracy = lambda step: {0: 0.1, 2: 0.7, 4: 0.7, 6: 0.6}[step]
+    lab.accuracy = lambda step: {0: 0.1, 2: 0.7, 4: 0.7, 6: 0.7}[step]
     lab.run()
     best = lab.checkpoints.best()
     assert best is not None
-    assert best.name == "step-000004"
+    assert best.name == "step-000006"
+    assert not (tmp_path / "checkpoints/step-000004").exists(), "no better, and not due"
 
 
 def test_killed_in_its_first_step_it_does_not_evaluate_again(tmp_path: Path) -> None:

@@ -17,21 +17,18 @@ def test_a_folder_that_holds_a_run_is_refused_and_resume_is_named(folder: RunFol
         RunFolder.create(folder.root)
 
 
-def test_a_folder_of_somebody_else_s_is_refused_and_left_alone(tmp_path: Path) -> None:
-    (tmp_path / "thesis.txt").write_text("mine")
-    with pytest.raises(ConfigError, match="is not empty, and holds no run: choose another name"):
-        RunFolder.create(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
-
-
-def test_what_never_began_leaves_nothing(tmp_path: Path) -> None:
-    (tmp_path / "elsewhere").mkdir()
+def test_what_never_began_leaves_what_was_there_before(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere/papers").mkdir(parents=True)
+    (tmp_path / "elsewhere/papers/thesis.txt").write_text("mine")
+    (tmp_path / "empty").mkdir()
     (tmp_path / "link").symlink_to("elsewhere")
-    for name in ("new", "link"):
+    before = sorted(tmp_path.rglob("*"))
+    for name in ("new", "empty", "link", "elsewhere"):
         folder = RunFolder.create(tmp_path / name)
         folder.write_config({})
+        folder.tensorboard.mkdir()
         folder.remove()
-    assert sorted(path.name for path in tmp_path.rglob("*")) == ["elsewhere", "link"]
+        assert sorted(tmp_path.rglob("*")) == before, name
 
 
 @pytest.mark.parametrize("line", ["[1]", "{}", '{"step": "3"}', "\0\0"])

@@ -71,8 +71,8 @@ async def test_a_worker_answers_many_times_and_starts_light() -> None:
 async def test_what_is_no_reward_is_failed_never_zero() -> None:
     async with judging() as judge:
         for answer, why in {
-            "fail oh no": "failed: the reward raised KeyError, ",
-            "leave": "failed: the reward raised SystemExit, ",
+            "fail oh no": "failed: the reward raised KeyError: 'oh no' (",
+            "leave": "failed: the reward raised SystemExit: 3 (",
             "say nan": "the reward is nan",
             "say inf": "the reward is inf",
             "say none": "the reward is None, which is neither a number nor a Verdict",

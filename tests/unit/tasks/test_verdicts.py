@@ -75,7 +75,7 @@ def test_a_reward_that_raises_is_failed_and_says_where(error: type[BaseException
 
     verdict = judged(reward, SAMPLE, "")
     assert verdict.failed
-    assert re.search(rf"raised {error.__name__}, .*test_verdicts\.py:\d+: oh no", verdict.reasons[0])
+    assert re.search(rf"raised .*{error.__name__}: oh no \(.*test_verdicts\.py:\d+\)", verdict.reasons[0])
 
 
 def test_a_process_that_a_reward_forked_does_not_go_on_with_the_caller(tmp_path: Path) -> None:

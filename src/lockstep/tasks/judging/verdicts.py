@@ -57,7 +57,8 @@ def judged(reward: Callable[[Sample, str], object], sample: Sample, answer: str)
         raise
     except BaseException as error:  # also asyncio.CancelledError, which would look like an end that somebody wanted
         *_, place = traceback.extract_tb(error.__traceback__)
-        return failed(f"the reward raised {type(error).__name__}, {place.filename}:{place.lineno}: {error}")
+        said = traceback.format_exception_only(error)[-1]  # of any error, even one that cannot be made text
+        return failed(f"the reward raised {said.strip()} ({place.filename}:{place.lineno})")
     finally:
         if os.getpid() != asked:
             os._exit(0)
@@ -70,18 +71,20 @@ def judged(reward: Callable[[Sample, str], object], sample: Sample, answer: str)
 def _checked(result: object) -> Verdict:
     verdict = result if isinstance(result, Verdict) else Verdict(value=_number("reward", result))
     if verdict.failed:
-        return failed("; ".join(map(_short, verdict.reasons or ())) or "the reward says nothing")
+        return failed("; ".join(_reasons(verdict)) or "the reward does not say why")
     return Verdict(
         value=_number("value", verdict.value),
         parts={str(name): _number(f"part {name}", part) for name, part in verdict.parts.items()},
-        reasons=tuple(map(_short, verdict.reasons or ())),
+        reasons=_reasons(verdict),
         correct=None if verdict.correct is None else bool(verdict.correct),
     )
 
 
-def _short(reason: object) -> str:
-    text = str(reason)
-    return text if len(text) <= _LONGEST_REASON else f"{text[:_LONGEST_REASON]}…"
+def _reasons(verdict: Verdict) -> tuple[str, ...]:
+    """As text, none of it long."""
+    given = (verdict.reasons,) if isinstance(verdict.reasons, str) else verdict.reasons or ()
+    texts = map(str, given)
+    return tuple(text if len(text) <= _LONGEST_REASON else f"{text[:_LONGEST_REASON]}…" for text in texts)
 
 
 def _number(what: str, value: object) -> float:
