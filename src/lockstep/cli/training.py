@@ -75,8 +75,9 @@ def _accuracy(folder: RunFolder) -> str:
         return ""
     (first, before), (last, after) = measured[0], measured[-1]
     text = f"{before:.1%} -> {after:.1%} held out" if last > first else f"{after:.1%} held out, at step {last}"
-    if unjudged := [row["eval/failed"] for row in rows if "eval/failed" in row][-1]:
-        text += f", of the answers that could be judged (not {unjudged:.0f} in the last evaluation)"
+    failed = [row["eval/failed"] for row in rows if "eval/failed" in row]
+    if failed and failed[-1]:
+        text += f", of those that could be judged (in the end not {failed[-1]:.0f})"
     return text + (f" (supervised learning alone: {control[-1]:.1%})" if control else "")
 
 

@@ -37,3 +37,12 @@ def test_one_evaluation_is_not_told_as_two(tmp_path: Path) -> None:
     with RunRecorder(folder) as recorder:
         recorder.log(6, {"eval/accuracy": 0.5})
     assert training._accuracy(folder) == "50.0% held out, at step 6"
+
+
+def test_answers_that_nobody_judged_are_told(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path / "run")
+    with RunRecorder(folder) as recorder:
+        recorder.log(0, {"eval/failed": 32.0})
+        assert training._accuracy(folder) == ""
+        recorder.log(6, {"eval/accuracy": 1.0, "eval/failed": 26.0})
+    assert training._accuracy(folder) == "100.0% held out, at step 6, of those that could be judged (in the end not 26)"
