@@ -260,7 +260,7 @@ class Controller:
             self.gate.finish(index)
 
     def _stop_if_failed(self, task: asyncio.Task[None]) -> None:
-        """Whether it raised, or was cancelled by anybody but `_end`: nobody else will bring what it was to bring."""
+        """Where it raised, or was cancelled by anybody but `_end`: nobody else will bring what it was to bring."""
         cancelled = RuntimeError(f"{task.get_name()} was cancelled from within") if task.cancelled() else None
         if (error := cancelled or task.exception()) is not None and not self._ending:
             self._failure = self._failure or error
