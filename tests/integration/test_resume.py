@@ -60,7 +60,7 @@ def test_a_terminal_that_closes_costs_nothing(unbroken: Path, tmp_path: Path) ->
     ours, its = pty.openpty()
     process = subprocess.Popen(
         runs.command("train", str(recipe), "task.slow=0.1"), cwd=tmp_path, stdin=its, stdout=its, stderr=its,
-        start_new_session=True, preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0), text=True,
+        start_new_session=True, preexec_fn=_at_a_terminal, text=True,
     )  # fmt: skip
     os.close(its)
     run, closing = tmp_path / "runs/small", Event()
@@ -92,6 +92,11 @@ def test_who_reads_no_more_ends_no_run(tmp_path: Path) -> None:
     process.send_signal(signal.SIGINT)
     assert process.wait(120) == 130
     assert len(list((run / "checkpoints").glob("step-*"))) == 2, "before the first step, and where it stopped"
+
+
+def _at_a_terminal() -> None:
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests themselves may run under nohup
 
 
 def _read_until(closing: Event, descriptor: int) -> None:

@@ -19,16 +19,17 @@ def ignore_signals() -> None:
 @contextmanager
 def stopped_by_signals(stop: Callable[[], None]) -> Iterator[None]:
     """The first one calls `stop`, the second ends the process at once; but not SIGHUP, of which a terminal that closes
-    sends several. One that is ignored stays so, as by `nohup`."""
+    sends several: after the first it is ignored, to the end. Where it was before, as by `nohup`, it stays so."""
     loop = asyncio.get_running_loop()
     before = {number: signal.getsignal(number) for number in ENDING}
-    heeded = [number for number, handler in before.items() if handler is not signal.SIG_IGN]
+    heeded = [number for number in ENDING if number != signal.SIGHUP or before[number] is not signal.SIG_IGN]
     terminals = [descriptor for descriptor in range(3) if os.isatty(descriptor)]
 
     def end(number: signal.Signals) -> None:
         release()
         stop()
         if number == signal.SIGHUP:
+            before[number] = signal.SIG_IGN
             _let_go_of(terminals)
 
     def release() -> None:
