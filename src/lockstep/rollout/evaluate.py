@@ -35,8 +35,10 @@ class Evaluator:
     config: EvalConfig
 
     async def run(self, on_answer: Callable[[Sample, Trajectory], None] | None = None) -> dict[str, float]:
-        """Of answers that could not be judged there is no accuracy. consumes: the held-out samples · waits for: the
-        engine and the judge"""
+        """There is no accuracy where no answer could be judged.
+
+        consumes: the held-out samples · waits for: the engine and the judge
+        """
         greedy = [a for group in await self._answers("eval", 0.0, 1) for a in group]
         if on_answer:
             for sample, answer in zip(self.samples, greedy, strict=True):

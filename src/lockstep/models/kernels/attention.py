@@ -78,7 +78,7 @@ def decode(
         common = fill(triton.cdiv(batch, MEMBERS) * heads, processors)
     pieces, queries = splits + common, (MEMBERS if common else 1) * group
     tile = choose_tile(batch * heads, processors, queries, size, query_BHD.element_size(), exact)
-    whole = None if common else out  # nobody's result is of one piece, and knowing that saves registers
+    whole = None if common else out  # with common pieces nobody's result is of one, and not to write it saves registers
     shape = (pieces, batch, num_queries, size + 2) if pieces > 1 else ()
     partial = query_BHD.new_empty(shape, dtype=torch.float64 if exact else torch.float32)
     _decode[heads, batch, pieces](  # the heads of a sequence run together: their keys lie side by side
