@@ -8,6 +8,7 @@ Wrong and silent is the one thing we never are.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import cycle
 
@@ -19,6 +20,7 @@ from lockstep.config import ConfigError
 from lockstep.models import paged, varlen
 from lockstep.models.few_rows import for_capture, speed_up_few_rows
 from lockstep.models.fused import fuse
+from lockstep.models.kernels.rehearsal import rehearse
 from lockstep.models.kv import PAGE_SIZE, KVCache
 from lockstep.models.paged import PagedStep, Segment
 from lockstep.models.routes import Replay
@@ -43,6 +45,8 @@ def self_check(module: PreTrainedModel) -> None:
     generator = torch.Generator().manual_seed(0)
     probes = [torch.randint(0, vocab, (length,), generator=generator).to(module.device) for length in LENGTHS]
     with torch.inference_mode():
+        with suppress(Exception):  # which the check itself tells
+            rehearse(lambda: [run(module, probes, None) for run in (_packed_logits, _paged_logits)], module.device)
         reference = [module(input_ids=p[None], use_cache=False).logits[0] for p in probes]
         problem = _problem(module, probes, reference, None)
         if problem is not None and (pinned := _pin(module, probes)) is not None:

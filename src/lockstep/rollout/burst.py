@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from lockstep.config import ConfigError
 from lockstep.models import kernels
 from lockstep.models.few_rows import for_capture
+from lockstep.models.kernels.rehearsal import rehearse
 from lockstep.models.kv import KVCache
 from lockstep.models.paged import PagedStep, Segment, Shared, deal
 from lockstep.models.routes import Recording, RouteMemory
@@ -75,10 +76,11 @@ class Burst:
 
         ConfigError if the model does something in a step that cannot be captured.
         """
+        if self._pool is None:
+            return
+        sizes = reversed(self.sizes)
         try:
-            for size in reversed(self.sizes):
-                for sharing in (False, True)[: min(size, 2)]:
-                    self._graph(Kind(size, sharing=sharing))
+            self._capture([Kind(size, sharing=sharing) for size in sizes for sharing in (False, True)[: min(size, 2)]])
         except RuntimeError as error:
             reason = str(error).splitlines()[0]
             raise ConfigError(
@@ -138,24 +140,27 @@ class Burst:
         if self._pool is None:
             return None
         if kind not in self._graphs:
-            self._graphs[kind] = self._capture(kind)
+            self._capture([kind])
         return self._graphs[kind]
 
     @torch.inference_mode()
-    def _capture(self, kind: Kind) -> torch.cuda.CUDAGraph:
+    def _capture(self, kinds: list[Kind]) -> None:
         """With rows that belong to nobody and have nothing left to draw."""
         self._state.zero_()
         State(*self._state).rows.fill_(self.rows.nobody)
-        graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
-        # kernels are compiled and libraries set up outside of the capture
+        # kernels are compiled and libraries set up outside of the captures
         with torch.cuda.stream(side), for_capture(self._counters):
-            self._run_step(kind)
+            rehearse(lambda: [self._run_step(kind) for kind in kinds], self._state.device)
         torch.cuda.current_stream().wait_stream(side)
-        # only this thread is held to what a capture allows: a learner's may be at work
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"), for_capture(self._counters):
-            self._run_step(kind)
-        return graph
+        for kind in kinds:
+            graph = torch.cuda.CUDAGraph()
+            # only this thread is held to what a capture allows: a learner's may be at work
+            capture = torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local")
+            with capture, for_capture(self._counters):
+                self._run_step(kind)
+            self._graphs[kind] = graph
 
     def _run_step(self, kind: Kind) -> None:
         """One token for everyone who may have another."""

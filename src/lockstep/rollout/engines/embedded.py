@@ -71,6 +71,8 @@ class Embedded:
         self._drained: list[Command] = []
         self._busy_seconds = 0.0
         self._stats: dict[str, float] = {}
+        if core.runner.burst is not None:
+            gc.collect()  # here: a process that ends while the thread is at it is aborted
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -282,7 +284,6 @@ def _settled(core: EngineCore) -> Iterator[None]:
     if core.runner.burst is None:
         yield
         return
-    gc.collect()
     gc.freeze()
     try:
         yield
