@@ -18,10 +18,10 @@ GIB = 2**30
 
 def estimate(recipe: Recipe) -> dict[str, float]:
     """GiB by purpose, on one rank. Activations are a rule of thumb; the rest is counted."""
-    module = _outline(recipe.model)
+    device, module = choose_device(recipe.device, exact=recipe.rollout.exact), _outline(recipe.model)
     parts = _without_kv(recipe, module)
     leave = parts["weights"] + parts["low-bit weights"] + gib_for_learner(recipe, module, world=1)
-    budget = kv_gib(recipe.rollout, choose_device(recipe.device), leave)
+    budget = kv_gib(recipe.rollout, device, leave)
     return parts | {"keys and values": min(budget, most_kv_gib(recipe, module))}
 
 

@@ -55,7 +55,7 @@ def train(recipe: Recipe, root: Path, *, resume: bool = False, plain: bool = Fal
 
     Started by torchrun, rank 0 does all this; the other ranks follow its learner and return None.
     """
-    ranks = join(choose_device(recipe.device))
+    ranks = join(choose_device(recipe.device, exact=recipe.rollout.exact))
     if ranks.world > 1 and recipe.warmup and recipe.warmup.control:
         raise ConfigError("warmup.control = true needs a run on one rank")
     try:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from lockstep.assembly.estimate import estimate
 from lockstep.assembly.recipe import Recipe
 from lockstep.assembly.roles import load_model
+from lockstep.assembly.run import train
 from lockstep.config import ConfigError
 from lockstep.config.loading import validate
 from role_support import make_recipe
@@ -36,6 +40,15 @@ def test_a_cpu_that_is_asked_for_is_refused_before_anything_is_loaded() -> None:
     tables = recipe("int8_w8a8").model_dump(mode="json") | {"device": "cpu"}
     with pytest.raises(ConfigError, match=r'exact = true needs a GPU: device = "auto" or "cuda", not "cpu"'):
         validate(Recipe, tables, "test")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_is_refused_before_a_run_has_a_folder(tmp_path: Path) -> None:
+    asked = recipe("int8_w8a8")
+    for refused in (lambda: estimate(asked), lambda: train(asked, tmp_path / "run")):
+        with pytest.raises(ConfigError, match=r"rollout\.exact = true needs a GPU, and PyTorch sees none"):
+            refused()
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("precision", ["int8_w8a8", "w4a8", {"name": "fp8_w8a8", "block": True}])
