@@ -2,7 +2,8 @@
 
     python scripts/learner_time.py
 
-Prints a table for docs/benchmarks/mismatch.md. Learners take turns; a step has the same random answers for all of them.
+Prints a table for docs/benchmarks/mismatch.md. Learners take turns; a step has the same random tokens for all of them.
+Prompts are random too, so that no two answers have one in common, which a learner would compute once.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from lockstep.learner.step import LearnerCore
 from lockstep.types import Group, Sample, StopReason, Trajectory, Verdict
 
 SHAPE, DEVICE = "0.6b", torch.device("cuda")
-WORKLOADS = ((16, 8, 128, 256), (4, 8, 512, 2048))  # prompts, answers to each, tokens of a prompt, of an answer
+WORKLOADS = ((16, 8, 128, 256), (4, 8, 512, 2048))  # groups, answers in each, tokens of a prompt, of an answer
 ROUNDS = 4  # of which the first does not count
 FP8 = {"name": "fp8_w8a8", "block": True}
 LEARNERS: dict[str, dict[str, Any]] = {
@@ -83,15 +84,15 @@ def seconds(core: LearnerCore, groups: list[Group]) -> float:
 
 def main() -> None:
     torch.manual_seed(0)
-    print("| prompts x answers, tokens | learner | tokens/s | time, of `high` |\n|---|---|---|---|")
+    print("| groups x answers, tokens | learner | tokens/s | time, of `high` |\n|---|---|---|---|")
     with checkpoint(SHAPES[SHAPE], None, 4096, DEVICE) as path:
         cores = {name: learner(path, rollout) for name, rollout in LEARNERS.items()}
     gc.collect()
-    for prompts, answers, prompt, answer in WORKLOADS:
-        groups = [group(index, answers, prompt, answer) for index in range(prompts)]
+    for num, answers, prompt, answer in WORKLOADS:
+        groups = [group(index, answers, prompt, answer) for index in range(num)]
         times = [[seconds(core, groups) for core in cores.values()] for _ in range(ROUNDS)][1:]
         taken = [median(column) for column in zip(*times, strict=True)]
-        tokens, told = prompts * answers * (prompt + answer), f"{prompts} x {answers}, {prompt:,} + {answer:,}"
+        tokens, told = num * answers * (prompt + answer), f"{num} x {answers}, {prompt:,} + {answer:,}"
         for name, spent in zip(cores, taken, strict=True):
             print(f"| {told} | `{name}` | {tokens / spent:,.0f} | {spent / taken[0]:.2f} |", flush=True)
 

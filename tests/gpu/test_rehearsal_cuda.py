@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ import triton.language as tl  # noqa: E402
 from engine_support import ask, engine_core, finish, prompt, small  # noqa: E402
 from lockstep.models.kernels.rehearsal import rehearse  # noqa: E402
 from lockstep.models.selfcheck import self_check  # noqa: E402
+from lockstep.rollout.burst import Kind  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,
@@ -74,7 +76,13 @@ def test_what_others_launch_meanwhile_is_run(compilations: list[str]) -> None:
 
 def test_what_does_not_compile_says_so_when_it_is_run(compilations: list[str]) -> None:
     x = torch.zeros(32, dtype=torch.int64, device=CUDA)
-    rehearse(lambda: _broken[(1,)](x, 32), CUDA)
+
+    def work() -> None:
+        for _ in range(3):
+            _broken[(1,)](x, 32)
+            time.sleep(0.5)  # it has failed before it is asked for again
+
+    rehearse(work, CUDA)
     with pytest.raises(triton.CompilationError):
         _broken[(1,)](x, 32)
 
@@ -103,6 +111,25 @@ def test_whatever_a_start_compiles_its_rehearsals_do(experts: int, monkeypatch: 
     core = engine_core(module, max_seqs=24)
     assert late == []
     assert finish(core, [ask("0", prompt(40, 0), 8, temperature=1.0, seed=0)])
+
+
+def test_a_capture_among_answers_writes_to_nobodys_slots() -> None:
+    """Experts are recorded, and keys and values stored, where the first answer's are."""
+    core = engine_core(small(experts=4).to(CUDA, torch.bfloat16), record=True, max_seqs=4)
+    assert finish(core, [ask("0", prompt(40, 0), 8, temperature=1.0, seed=0)])
+    burst = core.runner.burst
+    assert burst is not None
+    assert burst.routes is not None
+
+    def written() -> list[Tensor]:
+        idle = burst.cache.page_size
+        kept = burst.cache.keys[:, :-1], burst.cache.values[:, :-1], burst.routes.ids[:, :-idle]
+        return [tensor.clone() for tensor in kept]
+
+    before = written()
+    assert all(tensor.any() for tensor in before)
+    burst._capture([Kind(4, truncated=True)])
+    assert all(torch.equal(a, b) for a, b in zip(before, written(), strict=True))
 
 
 def forget() -> None:

@@ -68,6 +68,7 @@ class Burst:
         self._graphs: dict[Kind, torch.cuda.CUDAGraph] = {}
         self._counters: Counters = {}  # of what is captured
         self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+        self._idle_slot = cache.num_pages * cache.page_size - 1  # of the page that nobody reads
         self._num_queries: int = module.config.get_text_config().num_attention_heads
 
     def warm_up(self) -> None:
@@ -145,14 +146,15 @@ class Burst:
 
     @torch.inference_mode()
     def _capture(self, kinds: list[Kind]) -> None:
-        """With rows that belong to nobody and have nothing left to draw."""
+        """With rows that belong to nobody and have nothing left to draw. Somebody's keys and values may be there."""
         self._state.zero_()
         State(*self._state).rows.fill_(self.rows.nobody)
+        idle = torch.full_like(self._state[0], self._idle_slot)
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         # kernels are compiled and libraries set up outside of the captures
         with torch.cuda.stream(side), for_capture(self._counters):
-            rehearse(lambda: [self._run_step(kind) for kind in kinds], self._state.device)
+            rehearse(lambda: [self._run_step(kind, idle[: kind.size]) for kind in kinds], self._state.device)
         torch.cuda.current_stream().wait_stream(side)
         for kind in kinds:
             graph = torch.cuda.CUDAGraph()
@@ -162,16 +164,16 @@ class Burst:
                 self._run_step(kind)
             self._graphs[kind] = graph
 
-    def _run_step(self, kind: Kind) -> None:
-        """One token for everyone who may have another."""
+    def _run_step(self, kind: Kind, slots: Tensor | None = None) -> None:
+        """One token for everyone who may have another. `slots` to write to: in a rehearsal none are looked up."""
         before, after = _operators(self.cache.keys.device)
         state, sampling, page_size = State(*self._state[:, : kind.size]), self.rows.sampling, self.cache.page_size
-        idle_slot = self.cache.num_pages * page_size - 1
-        places = before(state, self.rows.table, sampling.ints, sampling.floats, page_size, idle_slot)
+        places = before(state, self.rows.table, sampling.ints, sampling.floats, page_size, self._idle_slot)
+        slots = places.slots if slots is None else slots
         shared = Shared(*self._shared[:, : kind.size]) if kind.sharing else None
         work = None if kind.sharing else deal(places.start + 1, self.cache, self._num_queries)
         segment = Segment(slice(0, kind.size), places.pages, places.start, shared=shared, work=work)
-        logits = self._forward(state.tokens, state.positions, places.slots, segment)
+        logits = self._forward(state.tokens, state.positions, slots, segment)
         batch = SamplingBatch.of(
             places.floats, places.ints, places.drawn, any_greedy=True, any_truncated=kind.truncated
         )

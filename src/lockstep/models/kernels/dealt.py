@@ -30,7 +30,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -39,7 +38,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lockstep.models.kernels.attention import LOG2E
 from lockstep.models.kv import Pages
-from lockstep.quant.kernels.gluon_ring import SWIZZLED, barriers, places
+from lockstep.quant.kernels.gluon_ring import SWIZZLED, async_load, barriers, places, reinterpret, thread_barrier
 from lockstep.quant.kernels.triton_tiles import cdiv, multiprocessors
 
 LINE = gl.constexpr(64)  # of a head: what is copied, and multiplied, at a time
@@ -235,8 +234,8 @@ def _copy(ring, keys, values, pages, num_pages, stage, h, D: gl.constexpr, S: gl
         mbarrier.arrive(ready, pred=place >= num_pages)
         for line in gl.static_range(D // LINE):
             to, at = (stage * (D // LINE) + line) * PAGES + place, [pages[place] * S, h * D + line * LINE]
-            tma.async_copy_global_to_shared(keys, at, ready, ring_keys.index(to), pred=there)
-            tma.async_copy_global_to_shared(values, at, ready, ring_values.index(to), pred=there)
+            async_load(keys, at, ready, ring_keys.index(to), pred=there)
+            async_load(values, at, ready, ring_values.index(to), pred=there)
 
 
 @gluon.jit
@@ -255,11 +254,11 @@ def _attend(
     while at < end:
         num_pages = gl.minimum(stop, end) - at
         num_keys = gl.minimum(length - (at - start) * S, num_pages * S)
-        gl.thread_barrier()
+        thread_barrier()
         for line in gl.static_range(D // LINE):
             queries.index(line).store(fetched[line])
         fence_async_shared()
-        gl.thread_barrier()
+        thread_barrier()
         fetched = _fetch_queries(q_ptr, sequence + 1, h, batch, queries.shape[1], H, G, D)
         next_stop, next_length = gl.load(start_ptr + sequence + 2), gl.load(lengths_ptr + sequence + 1)
 
@@ -281,7 +280,7 @@ def _attend(
 def _in_blocks(pages):
     """The same shared memory, in blocks of keys."""
     BLOCKS: gl.constexpr = pages.shape[0] * pages.shape[1] // KEYS
-    return pages._reinterpret(gl.bfloat16, [BLOCKS, KEYS, LINE], pages.layout)
+    return reinterpret(pages, gl.bfloat16, [BLOCKS, KEYS, LINE])
 
 
 @gluon.jit
@@ -331,7 +330,7 @@ def _attend_to_blocks(ring, queries, weights, num_pages, num_keys, scale, done, 
             for line in gl.static_range(LINES):
                 _clear(values.index(stage * LINES + line), left)
         fence_async_shared()
-        gl.thread_barrier()
+        thread_barrier()
         added = ()
         for line in gl.static_range(LINES):
             rows, faded = values.index(stage * LINES + line).permute([1, 0]), sums[line] * fade[None, :]
@@ -340,7 +339,7 @@ def _attend_to_blocks(ring, queries, weights, num_pages, num_keys, scale, done, 
         top, mass, sums = larger, mass * fade[None, :] + weight.to(gl.float32), ()
         for line in gl.static_range(LINES):
             sums = sums + (warpgroup_mma_wait(LINES - 1 - line, [added[line]]),)  # noqa: RUF005 - as above
-        gl.thread_barrier()  # nobody reads the stage any more
+        thread_barrier()  # nobody reads the stage any more
         mbarrier.arrive(empty.index(stage))
         done += 1
     return top, gl.sum(mass, 0), sums, done
@@ -376,7 +375,7 @@ def _leave(pieces_ptr, row, top, mass, sums, G: gl.constexpr, D: gl.constexpr):
 @gluon.jit
 def _meet(pieces_ptr, piece, num_pieces, arrived, result, sums, H: gl.constexpr, G: gl.constexpr, D: gl.constexpr):
     """The last one to come puts all pieces together, in their order whoever that is."""
-    gl.thread_barrier()  # every thread's part is written before the arrival is announced
+    thread_barrier()  # every thread's part is written before the arrival is announced
     if gl.atomic_add(arrived, 1, sem="acq_rel") == num_pieces - 1:
         top, mass, sums = _taken(pieces_ptr, piece * G, sums, G, D)
         for other in range(1, num_pieces):

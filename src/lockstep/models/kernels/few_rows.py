@@ -35,7 +35,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lockstep.quant.kernels.counters import counters
-from lockstep.quant.kernels.gluon_ring import SWIZZLED, barriers, places
+from lockstep.quant.kernels.gluon_ring import SWIZZLED, async_load, async_store, barriers, places, thread_barrier
 from lockstep.quant.kernels.triton_tiles import cdiv, multiprocessors
 
 LINE = gl.constexpr(64)  # of K: what is copied, and multiplied, at a time
@@ -147,7 +147,7 @@ def _load_weights(ring, w, step, stage, steps, row_tiles):
     mbarrier.expect(ready, LINES * LINE * 2 * (OUTPUTS + rows.shape[1]))
     for line in gl.static_range(LINES):
         place = [step // steps // row_tiles * OUTPUTS, (step % steps * LINES + line) * LINE]
-        tma.async_copy_global_to_shared(w, place, ready, weights.index(stage * LINES + line))
+        async_load(w, place, ready, weights.index(stage * LINES + line))
 
 
 @gluon.jit
@@ -155,7 +155,7 @@ def _load_rows(ring, x, step, stage, steps, row_tiles):
     rows, _, full, _ = ring
     for line in gl.static_range(LINES):
         place = [step // steps % row_tiles * rows.shape[1], (step % steps * LINES + line) * LINE]
-        tma.async_copy_global_to_shared(x, place, full.index(stage), rows.index(stage * LINES + line))
+        async_load(x, place, full.index(stage), rows.index(stage * LINES + line))
 
 
 @gluon.jit
@@ -205,7 +205,7 @@ def _meet(product, y, result, sums, counters, tile, steps, share, pieces, row_ti
     rows = gl.arange(0, product.shape[1], gl.SliceLayout(0, product.type.layout))
     place = sums + first * pieces * SIZE + outputs[:, None] * product.shape[1] + rows[None, :]
     gl.store(place + (gl.program_id(0) - first) * SIZE, product)
-    gl.thread_barrier()  # every thread's part is written before the arrival is announced
+    thread_barrier()  # every thread's part is written before the arrival is announced
     if gl.atomic_add(counters + first, 1, sem="acq_rel") == last - first:
         total = gl.load(place, cache_modifier=".cg")
         for piece in range(1, last - first + 1):
@@ -220,7 +220,7 @@ def _write(product, y, result, tile, row_tiles):
     place = [tile % row_tiles * product.shape[1], tile // row_tiles * OUTPUTS]
     result.permute([1, 0]).store(product.to(y.dtype))
     fence_async_shared()
-    gl.thread_barrier()
-    tma.async_copy_shared_to_global(y, place, result)
+    thread_barrier()
+    async_store(y, place, result)
     tma.store_wait(0)
-    gl.thread_barrier()  # until it is read nobody may write the next one over it
+    thread_barrier()  # until it is read nobody may write the next one over it

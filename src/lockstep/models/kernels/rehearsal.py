@@ -2,7 +2,8 @@
 
 Triton compiles a kernel when it is first launched, one after the other, and a first start launches two dozen. In a
 rehearsal the same code runs, but a launch only hands its kernel to one of a few threads: most of a compilation happens
-outside of Python. What kernels would have written is zero, so that whatever is looked up by it exists.
+outside of Python. What kernels would have written is zero, so that whatever is looked up by it exists; what `work`
+writes there by other means is written.
 """
 
 # pyright: reportMissingImports=false
@@ -40,6 +41,7 @@ def rehearse(work: Callable[[], object], device: torch.device) -> None:
     What does not compile says so when it is run."""
     if device.type != "cuda" or not kernels.available(device):
         return
+    assert not _rehearsing.get(), "a rehearsal within another would wait for it"
     from triton import AsyncCompileMode
     from triton.runtime.jit import JITFunction
 
@@ -65,8 +67,9 @@ def _compiling(launch: Callable[..., Any]) -> Callable[..., Any]:
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
         rehearsing = _rehearsing.get()
         kernel = launch(self, *args, grid=grid, warmup=warmup or rehearsing, **options)
-        if rehearsing and (future := getattr(kernel, "future", None)) is not None and future.done():
-            kernel.result(ignore_errors=True)  # is put where the next launch looks first
+        future = getattr(kernel, "future", None) if rehearsing else None
+        if future is not None and future.done() and future.exception() is None:
+            kernel.result()  # is put where the next launch looks first
         return kernel
 
     return run
@@ -75,7 +78,9 @@ def _compiling(launch: Callable[..., Any]) -> Callable[..., Any]:
 def _zeroed(empty: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def zeros(*args: Any, **options: Any) -> Tensor:
         result = empty(*args, **options)
-        return result.zero_() if _rehearsing.get() else result
+        if _rehearsing.get():
+            result.detach().zero_()
+        return result
 
     return zeros
 

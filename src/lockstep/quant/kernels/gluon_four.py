@@ -25,7 +25,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_init,
     warpgroup_mma_wait,
@@ -35,7 +34,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lockstep.quant.kernels.counters import MOST, counters
 from lockstep.quant.kernels.gluon_deal import choose
-from lockstep.quant.kernels.gluon_ring import barriers
+from lockstep.quant.kernels.gluon_ring import async_load, barriers, thread_barrier
 from lockstep.quant.kernels.triton_configs import WideTile
 from lockstep.quant.kernels.triton_decode import SHRUNK, TO_HIGH, TO_LOW, TO_SCALES
 from lockstep.quant.kernels.triton_tiles import GROUP, multiprocessors
@@ -174,12 +173,12 @@ def _load_tiles(ring, work, loaded, GROUPS: gl.constexpr):
             mbarrier.expect(ready, GROUPS * SHARE * HALF + ROWS * STEP * 2)
             for group in gl.static_range(GROUPS):
                 place = codes.index(stage * GROUPS + group)
-                tma.async_copy_global_to_shared(w, [output + group * SHARE, step * PAIRS], ready, place)
+                async_load(w, [output + group * SHARE, step * PAIRS], ready, place)
             for half in gl.static_range(2):
                 k, place = step * STEP + half * HALF, stage * 2 + half
-                tma.async_copy_global_to_shared(x, [row, k], ready, rows[0].index(place))
+                async_load(x, [row, k], ready, rows[0].index(place))
                 if more_x is not None:
-                    tma.async_copy_global_to_shared(more_x, [row + rows[0].shape[1], k], ready, rows[1].index(place))
+                    async_load(more_x, [row + rows[0].shape[1], k], ready, rows[1].index(place))
             stage, phase = _next(stage, phase, STAGES)
 
 
@@ -325,7 +324,7 @@ def _leave(products, sums, counter, GROUPS: gl.constexpr):
     for i in gl.static_range(len(products)):
         flat = _flat(products[i])
         gl.store(place + i * (products[0].shape[1] * SHARE) + gl.arange(0, flat.shape[0], _FLAT), flat)
-    gl.thread_barrier()  # every thread's part is written before the arrival is announced
+    thread_barrier()  # every thread's part is written before the arrival is announced
     gl.atomic_add(counter, 1, sem="release")
 
 

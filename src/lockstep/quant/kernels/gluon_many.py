@@ -21,13 +21,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from lockstep.quant.kernels.gluon_ring import barriers
+from lockstep.quant.kernels.gluon_ring import async_load, barriers
 from lockstep.quant.kernels.triton_configs import ManyTile
 from lockstep.quant.kernels.triton_decode import OPERANDS, TO_E4M3, TO_INT8
 from lockstep.quant.kernels.triton_tiles import cdiv, multiprocessors
@@ -153,9 +152,9 @@ def _load_tiles(line_source, column_source, lines, columns, full, empty, G, line
             mbarrier.expect(arrived, PIECES * LINES * WIDTH + columns.shape[1] * STEP)
             for piece in gl.static_range(PIECES):
                 place = [first_line + piece * LINES, group * WIDTH]
-                tma.async_copy_global_to_shared(line_source, place, arrived, lines.index(stage * PIECES + piece))
+                async_load(line_source, place, arrived, lines.index(stage * PIECES + piece))
             place = [first_column, group * STEP]
-            tma.async_copy_global_to_shared(column_source, place, arrived, columns.index(stage))
+            async_load(column_source, place, arrived, columns.index(stage))
             stage, phase = _next_stage(stage, phase, STAGES)
 
 

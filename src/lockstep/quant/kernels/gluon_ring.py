@@ -1,13 +1,21 @@
-"""What the Gluon kernels share: a ring of stages in shared memory, and its barriers. One warp fills it, others read."""
+"""What the Gluon kernels share: a ring of stages in shared memory, and its barriers. One warp fills it, others read.
+
+And names that Gluon, which is experimental, changed between the versions of Triton we compile with (3.6 to 3.9).
+"""
 
 # pyright: reportMissingImports=false
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 SWIZZLED = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))  # of 64 in a row
+
+thread_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # the threads of this group of warps
+async_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+async_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
+_REINTERPRET_IS_PUBLIC = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 
 
 @gluon.jit
@@ -27,3 +35,12 @@ def places(tiles, PLACES: gl.constexpr):
     """Shared memory for so many of them."""
     SHAPE: gl.constexpr = tiles.block_type.shape
     return gl.allocate_shared_memory(tiles.dtype, [PLACES, SHAPE[0], SHAPE[1]], tiles.layout)
+
+
+@gluon.jit
+def reinterpret(memory, dtype: gl.constexpr, shape: gl.constexpr):
+    """The same shared memory in another shape."""
+    if _REINTERPRET_IS_PUBLIC:
+        return memory.reinterpret(dtype, shape, memory.layout)
+    else:  # noqa: RET505  one of the two is compiled
+        return memory._reinterpret(dtype, shape, memory.layout)
