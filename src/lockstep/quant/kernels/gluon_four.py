@@ -34,7 +34,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lockstep.quant.kernels.counters import MOST, counters
 from lockstep.quant.kernels.gluon_deal import choose
-from lockstep.quant.kernels.gluon_ring import async_load, barriers, thread_barrier
+from lockstep.quant.kernels.gluon_ring import async_gather, async_load, barriers, thread_barrier
 from lockstep.quant.kernels.triton_configs import WideTile
 from lockstep.quant.kernels.triton_decode import SHRUNK, TO_HIGH, TO_LOW, TO_SCALES
 from lockstep.quant.kernels.triton_tiles import GROUP, multiprocessors
@@ -168,7 +168,7 @@ def _load_tiles(ring, work, loaded, GROUPS: gl.constexpr):
             for group in gl.static_range(GROUPS):
                 outputs = output + group * SHARE + gl.arange(0, SHARE, _LOADED)
                 place = scales + outputs * scale_n + step * scale_k
-                async_copy.async_copy_global_to_shared(factors.index(stage * GROUPS + group), place, outputs < N)
+                async_gather(factors.index(stage * GROUPS + group), place, outputs < N)
             async_copy.mbarrier_arrive(ready)
             mbarrier.expect(ready, GROUPS * SHARE * HALF + ROWS * STEP * 2)
             for group in gl.static_range(GROUPS):

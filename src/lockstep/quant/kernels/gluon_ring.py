@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 SWIZZLED = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))  # of 64 in a row
 
 thread_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # the threads of this group of warps
-async_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
-async_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
+async_load = getattr(tma, "async_load", tma.async_copy_global_to_shared)
+async_store = getattr(tma, "async_store", tma.async_copy_shared_to_global)
+async_gather = getattr(async_copy, "async_load", async_copy.async_copy_global_to_shared)
 _REINTERPRET_IS_PUBLIC = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 
 
