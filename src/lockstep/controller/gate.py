@@ -1,9 +1,9 @@
 """How far sampling may run ahead of learning, and which groups a step consumes.
 
 lag = learner version − version a group was admitted at. Admission counts work in flight: a group starts only while
-fewer than (version + s + 1) · batch groups were admitted, s = max_staleness. A group admitted at version a is due by
-step a + s. A step takes whatever is ready, earliest due first, as long as those still being sampled all keep a place
-before they are due; otherwise it waits for them.
+fewer than (version + s + 1) · batch groups were admitted, s = max_staleness, and none that no step is left for. A group
+admitted at version a is due by step a + s. A step takes whatever is ready, earliest due first, as long as those still
+being sampled all keep a place before they are due; otherwise it waits for them.
 
 Why that bounds the lag: let n(d) be the groups not yet consumed that are due by step d, and c(d) the places from now to
 step d. Always n(d) ≤ c(d): taking a group due later is refused where it would break this (`_leaves_room`), taking one
@@ -18,6 +18,7 @@ at an older s: it holds for every admission with the s of that moment.
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -31,6 +32,7 @@ class Gate:
     batch: int
     max_staleness: int
     version: int = 0
+    last: int = sys.maxsize  # the version a run ends with: nothing is sampled that no step is left for
     _admitted: int = 0  # groups admitted, less those dropped
     _in_flight: dict[int, int] = field(default_factory=dict)  # index -> step it is due by
     _ready: dict[int, int] = field(default_factory=dict)  # the same, in order of completion
@@ -45,7 +47,7 @@ class Gate:
         """How many groups may start now. Without staleness a batch starts as a whole, so that it is repeatable."""
         if self._stopped or (self.max_staleness == 0 and self._in_flight):
             return 0
-        return max(0, (self.version + self.max_staleness + 1) * self.batch - self._admitted)
+        return max(0, min(self.version + self.max_staleness + 1, self.last) * self.batch - self._admitted)
 
     def admit(self, indices: Sequence[int]) -> None:
         assert len(indices) <= self.room, f"{len(indices)} groups admitted, room for {self.room}"

@@ -123,7 +123,8 @@ class Controller:
         self.eval_every = eval_every
         self.dynamic_sampling = dynamic_sampling
         self.sleeps = sleeps
-        self.gate = Gate(train.prompts, train.max_staleness, version=progress.version)
+        last = progress.version + train.steps - progress.step
+        self.gate = Gate(train.prompts, train.max_staleness, version=progress.version, last=last)
         self.steward = Steward(governor, roles.learner, self.gate, roles.recorder, reach)
         self._idleness = Idleness(roles.recorder)
         self._approved = True  # the step under way, by the governor
