@@ -350,3 +350,29 @@ def test_a_run_has_one_writer(unbroken: Path, tmp_path: Path, refused) -> None:
     shutil.copytree(unbroken, run, symlinks=True)
     with RunFolder(run).locked():
         assert "another process" in refused("train", "--resume", str(run), "train.steps=7", "--plain")
+
+
+def test_heads_that_do_not_fit_a_tiny_model_are_told(tmp_path: Path, refused) -> None:
+    recipe = str(runs.write_recipe(tmp_path))
+    assert "33 over 3 heads is 11 each" in refused("train", recipe, "model.init.hidden=33", "model.init.heads=3")
+    assert "5 heads have 2 for keys and values" in refused(
+        "train", recipe, "model.init.hidden=40", "model.init.heads=5"
+    )
+
+
+def test_pages_are_not_written_over_a_runs_own(unbroken: Path, refused) -> None:
+    assert "--out is for a comparison" in refused("report", str(unbroken), "--out", "page.html")
+    own = str(unbroken / "report.html")
+    assert "is the report of one of these runs" in refused("report", str(unbroken), str(unbroken), "--out", own)
+
+
+def test_an_audit_needs_what_the_run_would_go_on_with(unbroken: Path, tmp_path: Path, refused) -> None:
+    copy = shutil.copytree(unbroken, tmp_path / "copy", symlinks=True)
+    for state in copy.glob("checkpoints/step-*/learner.pt"):
+        state.unlink()
+    assert "learner.pt is missing, with which the run would go on" in refused("audit", str(copy))
+
+
+@pytest.mark.parametrize("override", ["train.steps=3", "learner.update_scale_by=rates", "model.init.hidden=8"])
+def test_bench_scaling_refuses_what_it_varies_itself(override: str, refused) -> None:
+    assert f"bench scaling sets {override.partition('=')[0]} itself" in refused("bench", "scaling", override)

@@ -107,7 +107,7 @@ def test_dry_run_names_what_a_method_brings_along(tmp_path: Path) -> None:
 
 def _written(folder: Path, dry_run: str) -> Path:
     path = folder / "printed.toml"
-    path.write_text(dry_run.partition("memory, about")[0].rstrip())
+    path.write_text(dry_run)
     return path
 
 
@@ -117,6 +117,7 @@ def test_dry_run_prints_a_recipe_that_loads_again(tmp_path: Path) -> None:
     assert "memory, about" in output
     assert not (tmp_path / "runs").exists()
     recipe = load(Recipe, path, ["learner.mini_steps=3"])
+    assert load(Recipe, _written(tmp_path, output)).learner == recipe.learner
     printed = to_toml(recipe.model_dump(mode="json", exclude_none=True))
     assert "mini_steps = 3" in output
     assert validate(Recipe, tomllib.loads(printed), "printed") == recipe
@@ -142,3 +143,21 @@ def test_every_packaged_recipe_is_listed_and_valid() -> None:
 @pytest.mark.parametrize("command", ["train", "eval", "generate", "report", "recipes", "doctor", "bench"])
 def test_help_teaches(command: str) -> None:
     assert len(run(command, "--help").splitlines()) > 5
+
+
+def test_a_run_is_evaluated_without_the_learners_state(unbroken: Path, tmp_path: Path) -> None:
+    """Which takes most of the room, and is what people remove first."""
+    copy = shutil.copytree(unbroken, tmp_path / "copy", symlinks=True)
+    whole = run("eval", str(copy), "--show", "0")
+    for state in copy.glob("checkpoints/step-*/learner.pt"):
+        state.unlink()
+    assert run("eval", str(copy), "--show", "0") == whole
+
+
+def test_generate_ends_answers_where_the_run_does(unbroken: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(unbroken, tmp_path / "copy", symlinks=True)
+    said = run("generate", str(copy), "hello", "--max-tokens", "8").removeprefix("hello ")
+    config = json.loads((copy / "config.json").read_text())
+    config["rollout"]["stop"] = [said[0]]
+    (copy / "config.json").write_text(json.dumps(config))
+    assert "(stop)" in run("generate", str(copy), "hello", "--max-tokens", "8")

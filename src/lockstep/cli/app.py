@@ -152,19 +152,24 @@ def audit(
 @app.command()
 def report(
     runs: Annotated[list[Path], typer.Argument(help="one run, or several to compare")],
-    out: Annotated[Path, typer.Option(help="where a comparison is written")] = Path("comparison.html"),
+    out: Annotated[Path | None, typer.Option(help="where a comparison is written: comparison.html")] = None,
 ) -> None:
     """Draw a run (report.html and plots/ in its folder), or several on the same axes."""
+    from lockstep.config import ConfigError
     from lockstep.report.page import write_comparison, write_report
     from lockstep.report.run_folder import RunFolder
 
-    folders = [RunFolder.open(run) for run in runs]
+    folders, page = [RunFolder.open(run) for run in runs], out or Path("comparison.html")
     if len(folders) == 1:
+        if out is not None:
+            raise ConfigError(f"--out is for a comparison of several runs; this one's report is {folders[0].report}")
         require_replaceable(folders[0].report)
         path = write_report(folders[0])
     else:
-        require_replaceable(out)
-        path = write_comparison(folders, out)
+        if page.resolve() in [folder.report.resolve() for folder in folders]:
+            raise ConfigError(f"--out {page} is the report of one of these runs")
+        require_replaceable(page)
+        path = write_comparison(folders, page)
     console.print(f"wrote {path}", highlight=False)
 
 

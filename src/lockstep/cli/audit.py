@@ -13,7 +13,9 @@ from rich.text import Text
 
 from lockstep.assembly.roles import Training, load_model
 from lockstep.cli.inference import checkpoint_and_recipe
+from lockstep.config import ConfigError
 from lockstep.controller.audit import AuditFailed, differences
+from lockstep.learner.checkpoint import FILE
 from lockstep.report.recorder import Recorders
 from lockstep.types import Operator
 
@@ -24,6 +26,8 @@ def audit(checkpoint: str, overrides: Sequence[str], *, recipe: str | None, cons
     A run's as it would go on, from its master weights; with a `recipe`, as a new run would begin with the checkpoint.
     """
     path, chosen = checkpoint_and_recipe(checkpoint, overrides, recipe, console)
+    if recipe is None and not (Path(path) / FILE).is_file():
+        raise ConfigError(f"{Path(path) / FILE} is missing, with which the run would go on: name a --recipe instead")
 
     async def run() -> tuple[Mapping[str, Operator], Mapping[str, Operator]]:
         roles = Training(chosen, load_model(chosen, path), Recorders([]))

@@ -58,7 +58,7 @@ def bench_diagnostics(
 def bench_scaling(
     overrides: Overrides = None,
     scale: Annotated[
-        float, typer.Option(min=1, help="norms times this, the matrices that read them divided by it")
+        float, typer.Option(min=1, max=100, help="norms times this, the matrices that read them divided by it")
     ] = 1.5,
     steps: Annotated[int, typer.Option(min=2, help="steps of RL per arm")] = 20,
     precision: Annotated[str, typer.Option(help="format whose codes are counted")] = "int8_w8a8",

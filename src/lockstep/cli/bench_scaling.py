@@ -25,7 +25,7 @@ from torch import Tensor
 from lockstep.assembly.recipe import Recipe
 from lockstep.assembly.run import train
 from lockstep.cli import recipe_files
-from lockstep.config import choices, resolve
+from lockstep.config import ConfigError, choices, resolve
 from lockstep.config.loading import read_tables
 from lockstep.config.plugins import load_class
 from lockstep.learner.checkpoint import read_masters
@@ -41,6 +41,7 @@ ARMS = ("none", "weights", "rates")
 # Adam, as in the paper. No clipping: a scale changes the norm of the gradient, and not what it says.
 LEARNER = {"optimiser": "adamw", "learning_rate": 1e-4, "clip_norm": None}
 KEEP_ALL = {"every": 1, "keep": 9999}
+OWN = "model", "checkpoint", "train.steps", "rollout.precision", "learner.update_scale", "eval.every", "warmup.control"
 
 Weights = Mapping[str, Tensor]
 
@@ -64,6 +65,9 @@ class Arm:
 
 
 def compare(*, scale: float, steps: int, precision: str, overrides: Sequence[str], console: Console) -> None:
+    for key in (override.partition("=")[0] for override in overrides):
+        if key.startswith(OWN):
+            raise ConfigError(f"bench scaling sets {key} itself: --scale, --steps and --precision are what it varies")
     format: Format = load_class(FORMATS, precision)()
     in_rl = [override for override in overrides if not override.startswith("warmup.")]
     with TemporaryDirectory() as folder, console.status("warming up") as status:
@@ -123,7 +127,7 @@ def _measure(name: str, run: RunFolder, matrices: Matrices, format: Format) -> A
         scaled=mean(_changed(a, b, matrices.scaled, format) for a, b in pairwise(versions)),
         others=mean(_changed(a, b, matrices.others, format) for a, b in pairwise(versions)),
         reward=mean(rewards[len(rewards) // 2 :]),
-        accuracy=[row.get("eval/accuracy", math.nan) for row in rows if "eval/length" in row][-1],
+        accuracy=[math.nan, *(row.get("eval/accuracy", math.nan) for row in rows if "eval/length" in row)][-1],
         last={name: weight.clone() for name, weight in versions[-1].items()},
     )
 

@@ -62,7 +62,7 @@ def _choices(device: torch.device) -> Table:
     fused = device.type == "cuda" and dtype != torch.float32
     table.add_row(
         "learner attention",
-        "variable-length flash attention" if fused else "padded buckets over PyTorch's SDPA",
+        "the engine's kernel, and flash attention backward" if fused else "padded buckets over PyTorch's SDPA",
         "" if fused else "the fused kernel needs CUDA and half precision",
     )
     engines = choices("lockstep.rollout.engines")

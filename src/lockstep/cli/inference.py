@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -102,8 +104,9 @@ def generate(
     console: Console,
 ) -> None:
     path = resolve_checkpoint(checkpoint)
-    rollout = {"max_tokens": max_tokens, "temperature": temperature}
-    chosen = validate(Recipe, ask_only(path, checkpoint) | {"rollout": rollout}, "command line")
+    drawn = {"max_tokens": max_tokens, "temperature": temperature}
+    tables = ask_only(path, checkpoint)
+    chosen = validate(Recipe, tables | {"rollout": tables["rollout"] | drawn}, "command line")
 
     async def run() -> None:
         loaded = load_model(chosen)
@@ -154,9 +157,10 @@ def checkpoint_and_recipe(
     if changed := held(begun, progress):
         console.print(Text(f"{Path(path).name}, {changed}", style="dim"), soft_wrap=True)
     tables = as_governed(begun, progress).model_dump(mode="json")
-    if (precision := sampled_in(Path(path))) != tables["rollout"]["precision"]:
-        console.print(Text(f"{Path(path).name}, sampled from in {precision or HIGH}", style="dim"), soft_wrap=True)
-        tables["rollout"]["precision"] = precision
+    with suppress(FileNotFoundError):  # a checkpoint without the learner's state: as the run's recipe says
+        if (precision := sampled_in(Path(path))) != tables["rollout"]["precision"]:
+            console.print(Text(f"{Path(path).name}, sampled from in {precision or HIGH}", style="dim"), soft_wrap=True)
+            tables["rollout"]["precision"] = precision
     return path, resolve(Recipe, tables, overrides, str(folder.config))[0]
 
 
@@ -187,11 +191,14 @@ def resolve_checkpoint(checkpoint: str) -> str:
     return str(found.resolve())
 
 
-def ask_only(path: str, checkpoint: str) -> dict[str, object]:
-    """A recipe that only asks: task and algorithm are never used. A run's model computes as in the run."""
-    tables: dict[str, object] = {"task": "arithmetic", "algorithm": {"surrogate": "grpo"}, "train": {"steps": 0}}
+def ask_only(path: str, checkpoint: str) -> dict[str, Any]:
+    """A recipe that only asks, in high precision: task and algorithm are never used. A run's model computes, and ends
+    its answers, as in the run."""
+    tables: dict[str, Any] = {"task": "arithmetic", "algorithm": {"surrogate": "grpo"}, "train": {"steps": 0}}
     root = run_of(checkpoint)
     begun = RunFolder.open(root).read_config() if root is not None else {}
     float32_logits = begun.get("model", {}).get("float32_logits", False)
     dtype = begun.get("learner", {}).get("dtype", "auto")
-    return tables | {"model": {"path": path, "float32_logits": float32_logits}, "learner": {"dtype": dtype}}
+    model = {"path": path, "float32_logits": float32_logits}
+    rollout = {"stop": begun.get("rollout", {}).get("stop", ())}
+    return tables | {"model": model, "learner": {"dtype": dtype}, "rollout": rollout}

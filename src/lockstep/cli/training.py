@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from lockstep.assembly.estimate import GIB, estimate
 from lockstep.assembly.governed import held
@@ -116,7 +115,8 @@ def _choose(
 
 
 def _show(recipe: Recipe, layers: Stack, console: Console) -> None:
-    """The recipe with everything its method brings along, as TOML that could be trained from, and what it needs."""
+    """The recipe with everything its method brings along and, as comments, what it needs: TOML to be trained from."""
+    needed = estimate(recipe)
     whole = recipe.model_copy(update={"algorithm": recipe.algorithm.written_out()})
     usual = f"usual with {recipe.algorithm.surrogate.name}"
     unset = {f"algorithm.{key}" for key, value in recipe.algorithm if value is None}
@@ -125,19 +125,13 @@ def _show(recipe: Recipe, layers: Stack, console: Console) -> None:
         origin=lambda key: usual if unset & {key, key.rpartition(".")[0]} else layers.origin(key),
     )
     console.print(resolved, markup=False, highlight=False, soft_wrap=True)
-    console.print(_memory(estimate(recipe)))
+    console.print(_memory(needed), markup=False, highlight=False)
 
 
-def _memory(parts: Mapping[str, float]) -> Table:
-    table = Table(title="memory, about", show_header=False)
-    table.add_column()
-    table.add_column(justify="right")
-    for name, gib in parts.items():
-        if gib:
-            table.add_row(name, bytes_text(gib * GIB))
-    table.add_section()
-    table.add_row("together", bytes_text(sum(parts.values()) * GIB))
-    return table
+def _memory(parts: Mapping[str, float]) -> str:
+    rows = {name: gib for name, gib in parts.items() if gib} | {"together": sum(parts.values())}
+    lines = (f"#   {name:36} {bytes_text(gib * GIB):>10}" for name, gib in rows.items())
+    return "\n".join(["", "# memory, about:", *lines])
 
 
 def to_toml(tables: Mapping[str, Any], prefix: str = "", origin: Callable[[str], str | None] = lambda key: None) -> str:

@@ -6,6 +6,7 @@ Between the last two somebody may look at what was measured and decide that the 
 from __future__ import annotations
 
 import resource
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -202,7 +203,8 @@ def peak_memory(device: torch.device) -> float:
     """GiB: of the device if it has memory of its own, else of this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # KiB on Linux
+    largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return largest / (2**30 if sys.platform == "darwin" else 2**20)  # bytes there, KiB on Linux
 
 
 def _summary(outcome: Outcome) -> dict[str, float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast, Qwen3Config
@@ -42,6 +42,22 @@ class TinyModel(Config):
             raise ValueError("two experts are active per token: use 0 (dense) or 2 and more")
         return experts
 
+    @model_validator(mode="after")
+    def _heads_fit(self) -> TinyModel:
+        if self.heads % self.key_heads:
+            raise ValueError(f"{self.heads} heads have {self.key_heads} for keys and values, which do not divide them")
+        if self.head_size % 2:
+            raise ValueError(f"hidden = {self.hidden} over {self.heads} heads is {self.head_size} each: an even number")
+        return self
+
+    @property
+    def key_heads(self) -> int:
+        return max(1, self.heads // 2)
+
+    @property
+    def head_size(self) -> int:
+        return max(8, self.hidden // self.heads)
+
 
 def tiny_model(shape: TinyModel, seed: int) -> PreTrainedModel:
     """Random weights that depend on the seed alone; the global generator is left as it was."""
@@ -51,8 +67,8 @@ def tiny_model(shape: TinyModel, seed: int) -> PreTrainedModel:
         "intermediate_size": 3 * shape.hidden,
         "num_hidden_layers": shape.layers,
         "num_attention_heads": shape.heads,
-        "num_key_value_heads": max(1, shape.heads // 2),
-        "head_dim": max(8, shape.hidden // shape.heads),
+        "num_key_value_heads": shape.key_heads,
+        "head_dim": shape.head_size,
         "max_position_embeddings": shape.context,
         "initializer_range": shape.hidden**-0.5,  # the usual 0.02 is for wide models: here it slows learning
         "tie_word_embeddings": True,
