@@ -13,12 +13,10 @@ from lockstep.types import (
     Completion,
     Group,
     GroupReceipt,
-    Message,
     Operator,
     Request,
     Sample,
     StepResult,
-    Trajectory,
     Verdict,
 )
 
@@ -134,12 +132,6 @@ class WeightStore(Protocol):
         ...
 
 
-class Reward(Protocol):
-    """Judges one answer. May be slow, may raise: the caller bounds its time and records failures as failed."""
-
-    def __call__(self, sample: Sample, answer: str) -> Verdict: ...
-
-
 class Task(Protocol):
     """A dataset with its reward. `split` is "train" or "eval"."""
 
@@ -179,18 +171,4 @@ class Recorder(Protocol):
 
     def event(self, step: int, kind: str, text: str) -> None:
         """Something a reader of the run should know: a checkpoint, a skip, an alarm."""
-        ...
-
-
-class Tool(Protocol):
-    name: str
-
-    async def __call__(self, arguments: str) -> str: ...
-
-
-class Env(Protocol):
-    """Drives one answer through its turns; a single-turn task has none."""
-
-    async def observe(self, trajectory: Trajectory) -> Sequence[Message]:
-        """What the model sees next; empty ends the episode."""
         ...

@@ -35,7 +35,6 @@ class Sample:
     answer: str = ""  # "42"
     solution: str | None = None  # a worked answer, for supervised warm-up; None where the task has none
     info: Mapping[str, Any] = field(default_factory=dict)  # what else the reward reads, e.g. {"numbers": [3, 5, 7]}
-    media: Mapping[str, Tensor] = field(default_factory=dict)  # keyed as the model's forward expects
 
 
 LEAST_TEMPERATURE = 1e-6  # but for 0: divided by much less, logits would leave float32
@@ -135,7 +134,6 @@ class Trajectory:
     text: str  # the response as the reward saw it
     flaws: tuple[str, ...] = ()  # of FLAWS
     routes: Routes | None = None  # T-1 rows
-    media: Mapping[str, Tensor] = field(default_factory=dict)
 
     @property
     def num_sampled(self) -> int:
