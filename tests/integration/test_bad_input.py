@@ -366,6 +366,12 @@ def test_pages_are_not_written_over_a_runs_own(unbroken: Path, refused) -> None:
     assert "is the report of one of these runs" in refused("report", str(unbroken), str(unbroken), "--out", own)
 
 
+def test_nothing_is_written_among_a_runs_own_files(unbroken: Path, refused) -> None:
+    step = str(unbroken / "checkpoints/step-000099")
+    assert "that is the run" in refused("export", str(unbroken), step, "--precision", "int8_w8a8")
+    assert "that is the run" in refused("analyze", "routing", "--out", str(unbroken))
+
+
 def test_an_audit_needs_what_the_run_would_go_on_with(unbroken: Path, tmp_path: Path, refused) -> None:
     copy = shutil.copytree(unbroken, tmp_path / "copy", symlinks=True)
     for state in copy.glob("checkpoints/step-*/learner.pt"):

@@ -18,7 +18,7 @@ from lockstep.assembly.recipe import Recipe
 from lockstep.assembly.roles import load_model
 from lockstep.assembly.route_study import Prompt, study
 from lockstep.cli.inference import ask_only, checkpoint_and_recipe, is_run, resolve_checkpoint
-from lockstep.cli.options import require_folder
+from lockstep.cli.options import require_folder_of_its_own
 from lockstep.cli.warm_start import MIXTURE, continued, warmed_up
 from lockstep.config import ConfigError, resolve
 from lockstep.report.route_page import FIGURES, shown, write_route_study
@@ -42,7 +42,7 @@ def analyze(
     console: Console,
 ) -> None:
     folder = out or (Path(checkpoint) / FOLDER if checkpoint and is_run(checkpoint) else Path(FOLDER))
-    require_folder(folder)
+    require_folder_of_its_own(folder)
     with TemporaryDirectory() as temporary, _progress(console) as bar:
         path, chosen = _found(checkpoint, overrides, recipe, asked, warmup, Path(temporary), bar)
         prompts = [[Message("user", text)] for text in asked] or _of_task(chosen, samples)

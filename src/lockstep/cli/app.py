@@ -83,7 +83,7 @@ def generate(
     max_tokens: Annotated[int, typer.Option(help="longest answer")] = 128,
     temperature: Annotated[float, typer.Option(help="0 is greedy")] = 0.0,
     num: Annotated[int, typer.Option("-n", min=1, help="answers per prompt")] = 1,
-    seed: Annotated[int, typer.Option(help="of the sampled answers")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="of the sampled answers")] = 0,
 ) -> None:
     """Ask a checkpoint something.
 

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from lockstep.assembly.export import export
 from lockstep.cli.inference import resolve_checkpoint
-from lockstep.cli.options import bytes_text, require_folder
+from lockstep.cli.options import bytes_text, require_folder_of_its_own
 from lockstep.config import ConfigError, Plugin, choices
 from lockstep.config.layers import parse_value
 from lockstep.config.plugins import Chooser
@@ -19,7 +19,7 @@ from lockstep.quant import FORMATS
 
 
 def export_checkpoint(checkpoint: str, out: Path, precision: str | None, console: Console) -> None:
-    require_folder(out)
+    require_folder_of_its_own(out)
     path = resolve_checkpoint(checkpoint)
     format = parse_format(precision) if precision else _sampled_in(path)
     done = export(path, out, format)

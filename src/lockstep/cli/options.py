@@ -50,6 +50,14 @@ def require_folder(folder: Path) -> None:
         os.rmdir(mkdtemp(dir=there))
 
 
+def require_folder_of_its_own(folder: Path) -> None:
+    """The same; and ConfigError for a run or one of its checkpoints, which others would take for the run's."""
+    for root in (folder, folder.parent.parent if folder.parent.name == "checkpoints" else folder):
+        if (root / "metrics.jsonl").is_file():
+            raise ConfigError(f"cannot write into {folder}: that is the run {root}")
+    require_folder(folder)
+
+
 def _require_parent(file: Path) -> None:
     if not _is_there(file.parent):
         raise ConfigError(f"cannot write {file}: there is no folder {file.parent}")

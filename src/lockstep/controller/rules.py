@@ -283,7 +283,8 @@ class _Reader:
         word = self._take()
         if not word.isdecimal() or not 1 <= float(word) <= LONGEST:
             raise ConfigError(f"expected a number of steps from 1 to {LONGEST}, found {word!r}")
-        self._expect("step" if word == "1" else "steps")
+        if not self._accept("step"):
+            self._expect("steps")
         return int(word)
 
     def _peek(self) -> str:
