@@ -139,7 +139,7 @@ METRICS = (
     Metric(
         "mismatch/k3",
         "the same KL, non-negative estimator; with max_staleness > 0 it also holds what was learned meanwhile",
-        "< 1e-3 with max_staleness 0; rising = drifting apart",
+        "< 1e-3 with max_staleness 0, unless low bits of the sampler alone explain more; rising = drifting apart",
         "in `lag0`: the two compute different things (precision, kernels, templates); in later lags only: staleness",
         parted=True,
     ),
