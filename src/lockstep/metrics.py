@@ -131,9 +131,10 @@ METRICS = (
     Metric("mismatch/tokens", "sampled tokens that the figures below are about", parted=True),
     Metric(
         "mismatch/k1",
-        "mean of l_behav - l_prox: KL(sampler || learner), unbiased, may be negative",
-        "near 0, of either sign",
-        "far from k3: few tokens decide, and neither figure is reliable",
+        "KL(sampler || learner) of n tokens: mean of l_behav - l_prox, a token's log-probs in sampler and learner; "
+        "unbiased, may be negative",
+        "near 0, of either sign: rounding, and noise of about sqrt(2 k3 / n), outweigh a small KL",
+        "far from `mismatch/k3` where that is above 1e-5: few tokens decide",
         parted=True,
     ),
     Metric(

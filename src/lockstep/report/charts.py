@@ -50,8 +50,8 @@ CHARTS = (
     Chart(
         key="mismatch",
         title="Sampler–learner mismatch",
-        help="KL between the policy that sampled and the policy that learns. Rising means they drift apart.",
-        metrics={"mismatch/k3": "k3", "mismatch/k1": "|k1|"},
+        help="KL from the policy that sampled to the one that learns, estimated by k3. Rising means they drift apart.",
+        metrics={"mismatch/k3": "k3"},
         format="scientific",
         log=True,
     ),
