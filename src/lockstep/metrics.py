@@ -43,7 +43,7 @@ LENGTHS = (0, *(2**k for k in range(4, 15)))  # in tokens
 
 PARTS = (
     Part("lag*", "drawn by weights this many versions old; `lag8` is 8 and older", tuple(range(9))),
-    Part("pos*", "with this many sampled tokens or more before them in their answer; 0, 16, 32, … 16384", LENGTHS),
+    Part("pos*", "with this many tokens before them in their answer, up to the next bound; 0, 16, 32, … 16384", LENGTHS),
     Part(
         "adv_*",
         "with a negative, zero or positive advantage: `adv_neg`, `adv_zero`, `adv_pos`",
@@ -51,7 +51,7 @@ PARTS = (
     ),
     Part(
         "prob*",
-        "to which the learner gives this probability or more (exp l_prox); 0, 0.01, 0.1, 0.5, 0.9",
+        "to which the learner gives this probability, up to the next bound; 0, 0.01, 0.1, 0.5, 0.9",
         (0, 0.01, 0.1, 0.5, 0.9),
     ),
 )
@@ -217,14 +217,13 @@ METRICS = (
     Metric("mismatch/refused", "sequences refused for a NaN or -inf log-prob of the sampler", "0"),
     Metric(
         "mismatch/len*/answers",
-        "answers of this many tokens or more; 0, 16, 32, … 16384",
+        "answers of this many tokens, up to the next bound; 0, 16, 32, … 16384",
         part="len*",
         members=_in_names(LENGTHS),
     ),
     Metric(
         "mismatch/len*/accepted_answers",
-        "share of the answers of a range of lengths of which the correction left at least one token; named by the "
-        "least length",
+        "share of the answers of this many tokens, up to the next bound, of which the correction left a token or more",
         "near 1 and alike at all lengths",
         "falling with length: long answers are filtered out, and the model learns to be brief",
         part="len*",
@@ -232,7 +231,7 @@ METRICS = (
     ),
     Metric(
         "mismatch/len*/accepted_tokens",
-        "share of the tokens of answers of a range of lengths that the correction left; named by the least length",
+        "share of the tokens of answers of this many tokens, up to the next bound, that the correction left",
         "near 1 and alike at all lengths",
         "falling with length: long answers are filtered out, and the model learns to be brief",
         part="len*",
