@@ -43,7 +43,7 @@ LENGTHS = (0, *(2**k for k in range(4, 15)))  # in tokens
 
 PARTS = (
     Part("lag*", "drawn by weights this many versions old; `lag8` is 8 and older", tuple(range(9))),
-    Part("pos*", "with this many tokens before them in their answer, up to the next bound; 0, 16, 32, … 16384", LENGTHS),
+    Part("pos*", "with this many tokens before them in their answer, up to the next bound; 0, 16, … 16384", LENGTHS),
     Part(
         "adv_*",
         "with a negative, zero or positive advantage: `adv_neg`, `adv_zero`, `adv_pos`",
@@ -237,7 +237,6 @@ METRICS = (
         part="len*",
         members=_in_names(LENGTHS),
     ),
-    Metric("quant/bits", "bits of a weight's code in the sampler; absent where it computes in the learner's precision"),
     Metric(
         "routing/differ",
         "mixtures: share of routers (token and layer) at which the sampler's experts, replayed or not, are not those "
@@ -285,6 +284,7 @@ METRICS = (
         "jumps: the router moved more than the experts can follow",
     ),
     Metric("routing/unused", "share of experts that no token of the step went to; mean over layers", "steady"),
+    Metric("quant/bits", "bits of a weight's code in the sampler; absent where it computes in the learner's precision"),
     Metric(
         "quant/changed",
         "share of the sampler's low-bit codes that differ from the version before",

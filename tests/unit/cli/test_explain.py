@@ -157,3 +157,10 @@ def test_a_symbol_is_not_found_inside_another() -> None:
 def test_pages_and_terminal_name_the_same_files() -> None:
     root = Path(__file__).parents[3]
     assert all((root / entry.page).is_file() for entry in methods() if entry.page)
+
+
+def test_the_list_cuts_nothing_off_and_names_a_group_of_metrics_once() -> None:
+    output = said(None)
+    assert "…" not in output
+    groups = [line.split()[0] for line in output.splitlines() if line.startswith("  ") and "/ " in line]
+    assert len(groups) == len(set(groups)) == len({metric.name.partition("/")[0] for metric in METRICS})
