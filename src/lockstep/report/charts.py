@@ -44,7 +44,7 @@ CHARTS = (
     Chart(
         key="reward",
         title="Reward",
-        help="Mean reward of the answers each step learned from, and its parts.",
+        help="Mean reward of the answers of each step, groups that dynamic sampling replaced included, and its parts.",
         metrics={"reward/mean": "mean", "reward/part/*": ""},
     ),
     Chart(
