@@ -150,7 +150,7 @@ METRICS = (
     Metric(
         "mismatch/f*",
         "share of tokens whose probabilities in sampler and learner differ by more than this factor",
-        "f2 near 0",
+        "near 0 for factors of 2 and more; smaller ones also count what rounding moves",
         "a flat curve far out (f10, f100): single tokens that one side finds impossible, as wrong experts or codes do",
         parted=True,
         members=_in_names(TAUS),
@@ -306,12 +306,16 @@ METRICS = (
         "peak memory of the process (CPU) or, as PyTorch counts it, of the device; with `rollout.sleep` without keys "
         "and values",
     ),
-    Metric(
-        "time/*",
-        "seconds of a step: total, rollout (engine busy), learn, wait (neither), sync, audit; eval, save",
-        members=("total", "rollout", "learn", "wait", "sync", "audit", "eval", "save"),
-    ),
-    Metric("warmup/*", "loss and learning rate of the supervised warm-up", members=("loss", "learning_rate")),
+    Metric("time/total", "seconds of a step, without the evaluation and the checkpoint after it"),
+    Metric("time/rollout", "seconds of a step in which the engine was busy; may overlap with learning"),
+    Metric("time/learn", "seconds of a step in which the learner was busy; may overlap with sampling"),
+    Metric("time/wait", "seconds of a step that are left without sampling, learning, sync and audit"),
+    Metric("time/sync", "seconds of a step until the engine had the new weights"),
+    Metric("time/audit", "seconds of a step for comparing weights of sampler and learner, and for the governor"),
+    Metric("time/eval", "seconds of an evaluation, after a step"),
+    Metric("time/save", "seconds of writing a checkpoint, after a step"),
+    Metric("warmup/loss", "loss of a step of the supervised warm-up", "falls"),
+    Metric("warmup/learning_rate", "learning rate of a step of the supervised warm-up"),
 )
 
 
