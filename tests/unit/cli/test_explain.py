@@ -104,6 +104,8 @@ def test_refusals_are_those_of_the_recipe() -> None:
     assert "tis" in refused["ppo_is"][0].split(", ")
     assert "tis" not in refused["acr"][0].split(", ")
     assert any("ppo_is" in names.split(", ") for names, _ in plugin_entry(CORRECTIONS, "tis").refuses)
+    (reason,) = [reason for names, reason in plugin_entry(SURROGATES, "ppo_is").refuses if ", " in names]
+    assert "so that the correction would weigh the mismatch twice" in reason, "it holds for each of them"
     assert plugin_entry("lockstep.algorithms.kl", "k1").refuses[0][0] == 'where = "loss"'
 
 
