@@ -43,7 +43,7 @@ LENGTHS = (0, *(2**k for k in range(4, 15)))  # in tokens
 
 PARTS = (
     Part("lag*", "drawn by weights this many versions old; `lag8` is 8 and older", tuple(range(9))),
-    Part("pos*", "with this many sampled tokens or more before them in their answer; 0, 16, 32, … 16384", LENGTHS),
+    Part("pos*", "with this many tokens before them in their answer, up to the next bound; 0, 16, … 16384", LENGTHS),
     Part(
         "adv_*",
         "with a negative, zero or positive advantage: `adv_neg`, `adv_zero`, `adv_pos`",
@@ -51,7 +51,7 @@ PARTS = (
     ),
     Part(
         "prob*",
-        "to which the learner gives this probability or more (exp l_prox); 0, 0.01, 0.1, 0.5, 0.9",
+        "to which the learner gives this probability, up to the next bound; 0, 0.01, 0.1, 0.5, 0.9",
         (0, 0.01, 0.1, 0.5, 0.9),
     ),
 )
@@ -67,10 +67,10 @@ METRICS = (
     Metric("eval/length", "mean sampled tokens of greedy answers"),
     Metric("eval/failed", "held-out answers whose reward failed; they count nowhere", "0"),
     Metric("eval/truncated", "share of greedy answers cut off by the token limit", "near 0"),
-    Metric("control/accuracy", "the same eval after supervised learning alone for the same time"),
-    Metric("reward/mean", "mean reward of the judged answers of a step", "rises"),
-    Metric("reward/std", "spread of rewards over the step"),
-    Metric("reward/part/*", "mean of one named part of the reward", open=".+"),
+    Metric("control/accuracy", "held-out share judged correct after supervised learning alone for as long as RL took"),
+    Metric("reward/mean", "mean reward of the judged answers of a step, replaced groups included", "rises"),
+    Metric("reward/std", "standard deviation of the rewards of a step, replaced groups included"),
+    Metric("reward/part/*", "mean of one named part of the reward, replaced groups included", open=".+"),
     Metric("reward/failed", "answers whose reward raised, timed out or was NaN; none of them trains", "0"),
     Metric("rollout/length", "mean sampled tokens per answer"),
     Metric("rollout/truncated", "share of answers cut off by the token limit", "near 0; never rises above 0.5"),
@@ -83,7 +83,8 @@ METRICS = (
     ),
     Metric(
         "rollout/garble",
-        "the same for characters that are no text, words of mixed alphabets, three writing systems in one answer",
+        "share of the answers below their group's mean reward that are garbled: characters that are no text, words of "
+        "mixed alphabets, three writing systems in one answer",
         "near 0",
     ),
     Metric("rollout/too_long", "prompts skipped because they leave no room for an answer in the context", "0"),
@@ -113,7 +114,7 @@ METRICS = (
     ),
     Metric(
         "policy/clip_high",
-        "the same at a ratio of 1 or above",
+        "share of the tokens with an advantage and a weight that have no gradient, at a ratio of 1 or above",
         "0 with one update a step, else a few percent",
         "large in `adv_neg` or `prob0`: unlikely tokens of bad answers become likelier, the tail of QaRL's Fig. 5",
         parted=True,
@@ -125,72 +126,78 @@ METRICS = (
         "policy/skipped",
         "optimiser updates not made: nothing to learn from, a gradient that is not finite, or a step not approved",
     ),
-    Metric("policy/nonfinite", "those skipped for an inf or NaN in the gradient; ten in a row end the run", "0"),
+    Metric("policy/nonfinite", "optimiser updates skipped for an inf or NaN gradient; ten in a row end the run", "0"),
     Metric("value/loss", "squared error of the value head"),
     Metric("value/explained", "share of the returns' variance that the value head explains", "towards 1"),
-    Metric("mismatch/tokens", "sampled tokens that the figures below are about", parted=True),
+    Metric("mismatch/tokens", "sampled tokens that the mismatch is measured on", parted=True),
     Metric(
         "mismatch/k1",
-        "mean of l_behav - l_prox: KL(sampler || learner), unbiased, may be negative",
-        "near 0, of either sign",
-        "far from k3: few tokens decide, and neither figure is reliable",
+        "KL(sampler || learner) of n tokens: mean of l_behav - l_prox, a token's log-probs in sampler and learner; "
+        "unbiased, may be negative",
+        "near 0, of either sign: rounding, and noise of about sqrt(2 k3 / n), outweigh a small KL",
+        "far from `mismatch/k3` where that is above 1e-5: few tokens decide",
         parted=True,
     ),
     Metric(
         "mismatch/k3",
-        "the same KL, non-negative estimator; with max_staleness > 0 it also holds what was learned meanwhile",
-        "< 1e-3 with max_staleness 0; rising = drifting apart",
-        "in `lag0`: the two compute different things (precision, kernels, templates); in later lags only: staleness",
+        "KL(sampler || learner): mean of w - 1 - log w, w a token's probability in the learner over the sampler's; "
+        "never negative; with max_staleness > 0 it also holds what was learned meanwhile",
+        "< 1e-3 with max_staleness 0, unless low bits of the sampler alone explain more; rising = drifting apart",
+        "in `lag0`: sampler and learner compute different things (precision, kernels, templates); in later lags only: "
+        "staleness",
         parted=True,
     ),
     Metric(
         "mismatch/f*",
-        "share of tokens whose probabilities differ by more than this factor",
-        "f2 near 0",
+        "share of tokens whose probabilities in sampler and learner differ by more than this factor",
+        "near 0 for factors of 2 and more; smaller ones also count what rounding moves",
         "a flat curve far out (f10, f100): single tokens that one side finds impossible, as wrong experts or codes do",
         parted=True,
         members=_in_names(TAUS),
     ),
     Metric(
         "mismatch/chi2",
-        "mean of (w - 1)^2: chi-squared distance of the learner from the sampler, unbiased",
-        "about twice k3, and small",
-        "far above twice k3: heavy weights; above 1 a few tokens carry the gradient",
+        "mean of (w - 1)^2, w a token's probability in the learner over the sampler's: chi-squared distance of the "
+        "learner from the sampler, unbiased",
+        "about twice `mismatch/k3`, and small",
+        "far above twice `mismatch/k3`: heavy weights; above 1 a few tokens carry the gradient",
         parted=True,
     ),
     Metric(
         "mismatch/ess",
-        "effective sample size of the weights, (sum w)^2 / sum w^2, as a share of the tokens",
+        "effective sample size, (sum w)^2 / sum w^2, as a share of the tokens; w is a token's probability in the "
+        "learner over the sampler's",
         "near 1",
         "0.5: half of the batch is wasted on the variance of the weights",
         parted=True,
     ),
     Metric(
         "mismatch/w_max",
-        "largest importance weight, cut at exp(20)",
+        "largest importance weight (a token's probability in the learner over the sampler's), cut at exp(20)",
         "below the correction's cap",
-        "above it: the correction truncates, and without one this token outweighs the others",
+        "above the cap: the correction truncates, and without one this token outweighs the others",
         parted=True,
     ),
     Metric(
         "mismatch/dp_mean",
-        "mean absolute difference of token probabilities",
+        "mean absolute difference of token probabilities in sampler and learner",
         "< 0.01",
-        "large with a small F(2): likely tokens differ a little; small with a large F(2): only unlikely ones differ",
+        "large with a small `mismatch/f2`: likely tokens differ a little; small with a large one: only unlikely tokens "
+        "differ",
         parted=True,
     ),
     Metric(
         "mismatch/dp_max",
-        "largest absolute difference of token probabilities",
+        "largest absolute difference of token probabilities in sampler and learner",
         "< 0.1",
         "near 1: one side is sure of a token that the other one rules out",
         parted=True,
     ),
     Metric(
         "mismatch/pearson",
-        "correlation of the two sides' token probabilities; absent where they are all the same",
+        "correlation of token probabilities in sampler and learner; absent where they are all the same",
         "> 0.99",
-        "falling: the two no longer find the same tokens likely",
+        "falling: sampler and learner no longer find the same tokens likely",
         parted=True,
     ),
     Metric(
@@ -204,19 +211,19 @@ METRICS = (
         "mismatch/rejected",
         "share of tokens whose weight the correction set to zero",
         "< 0.05",
-        "rising: it learns from the part of the data on which the two agree",
+        "rising: it learns from the part of the data on which sampler and learner agree",
         parted=True,
     ),
     Metric("mismatch/refused", "sequences refused for a NaN or -inf log-prob of the sampler", "0"),
     Metric(
         "mismatch/len*/answers",
-        "answers of this many tokens or more; 0, 16, 32, … 16384",
+        "answers of this many tokens, up to the next bound; 0, 16, 32, … 16384",
         part="len*",
         members=_in_names(LENGTHS),
     ),
     Metric(
         "mismatch/len*/accepted_answers",
-        "share of these answers of which the correction left at least one token",
+        "share of the answers of this many tokens, up to the next bound, of which the correction left a token or more",
         "near 1 and alike at all lengths",
         "falling with length: long answers are filtered out, and the model learns to be brief",
         part="len*",
@@ -224,13 +231,12 @@ METRICS = (
     ),
     Metric(
         "mismatch/len*/accepted_tokens",
-        "share of their tokens that the correction left",
+        "share of the tokens of answers of this many tokens, up to the next bound, that the correction left",
         "near 1 and alike at all lengths",
-        "as above",
+        "falling with length: long answers are filtered out, and the model learns to be brief",
         part="len*",
         members=_in_names(LENGTHS),
     ),
-    Metric("quant/bits", "bits of a weight's code in the sampler; absent where it computes in the learner's precision"),
     Metric(
         "routing/differ",
         "mixtures: share of routers (token and layer) at which the sampler's experts, replayed or not, are not those "
@@ -238,13 +244,21 @@ METRICS = (
         "0 with equal arithmetic; up to 0.1 between engines or precisions",
         "rising at lag 0: sampler and learner compute apart; with staleness it also holds what was learned meanwhile",
     ),
-    Metric("routing/differ/moe*", "the same in one layer with experts; `moe0` is the first of them", open=r"\d+"),
+    Metric(
+        "routing/differ/moe*",
+        "one layer with experts, `moe0` the first of them: share of tokens at which the sampler's experts are not "
+        "those that the learner's router chooses; mean over sequences",
+        open=r"\d+",
+    ),
     Metric(
         "routing/differ_tokens",
-        "share of tokens with a difference in any layer; mean over sequences",
+        "share of tokens at which sampler and learner choose different experts in any layer; mean over sequences",
         "0 with equal arithmetic; may be near 1 between engines",
     ),
-    Metric("routing/differ_per_token", "layers with a difference per token; mean over sequences"),
+    Metric(
+        "routing/differ_per_token",
+        "layers in which sampler and learner choose different experts, per token; mean over sequences",
+    ),
     Metric(
         "routing/missing",
         "tokens whose experts the sampler lost; the learner chooses them, once for all updates of a step",
@@ -270,13 +284,18 @@ METRICS = (
         "jumps: the router moved more than the experts can follow",
     ),
     Metric("routing/unused", "share of experts that no token of the step went to; mean over layers", "steady"),
+    Metric("quant/bits", "bits of a weight's code in the sampler; absent where it computes in the learner's precision"),
     Metric(
         "quant/changed",
-        "share of low-bit codes that differ from the version before",
+        "share of the sampler's low-bit codes that differ from the version before",
         "above 0",
         "near 0 while the loss still has a gradient: updates are too small for the codes to see them",
     ),
-    Metric("quant/changed/layer*", "the same for one decoder layer", open=r"\d+"),
+    Metric(
+        "quant/changed/layer*",
+        "share of the sampler's low-bit codes of one decoder layer that differ from the version before",
+        open=r"\d+",
+    ),
     Metric("perf/rollout_tokens_per_s", "sampled tokens per second the engine was busy"),
     Metric("perf/train_tokens_per_s", "tokens learned from per second the learner was busy"),
     Metric("perf/samples_per_s", "answers sampled for a step, replaced ones too, per second of wall time"),
@@ -287,12 +306,16 @@ METRICS = (
         "peak memory of the process (CPU) or, as PyTorch counts it, of the device; with `rollout.sleep` without keys "
         "and values",
     ),
-    Metric(
-        "time/*",
-        "seconds of a step: total, rollout (engine busy), learn, wait (neither), sync, audit; eval, save",
-        members=("total", "rollout", "learn", "wait", "sync", "audit", "eval", "save"),
-    ),
-    Metric("warmup/*", "loss and learning rate of the supervised warm-up", members=("loss", "learning_rate")),
+    Metric("time/total", "seconds of a step, without the evaluation and the checkpoint after it"),
+    Metric("time/rollout", "seconds of a step in which the engine was busy; may overlap with learning"),
+    Metric("time/learn", "seconds of a step in which the learner was busy; may overlap with sampling"),
+    Metric("time/wait", "seconds of a step that are left without sampling, learning, sync and audit"),
+    Metric("time/sync", "seconds of a step until the engine had the new weights"),
+    Metric("time/audit", "seconds of a step for comparing weights of sampler and learner, and for the governor"),
+    Metric("time/eval", "seconds of an evaluation, after a step"),
+    Metric("time/save", "seconds of writing a checkpoint, after a step"),
+    Metric("warmup/loss", "loss of a step of the supervised warm-up", "falls"),
+    Metric("warmup/learning_rate", "learning rate of a step of the supervised warm-up"),
 )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from lockstep.algorithms.diagnostics import TAUS
@@ -50,3 +52,9 @@ def test_members_of_families_are_known(name: str) -> None:
 @pytest.mark.parametrize("metric", METRICS, ids=lambda metric: metric.name)
 def test_every_family_says_what_may_stand_for_its_star(metric: Metric) -> None:
     assert ("*" in metric.name) == bool(metric.members or metric.open)
+
+
+@pytest.mark.parametrize("metric", METRICS, ids=lambda metric: metric.name)
+def test_a_metric_is_understood_without_its_neighbours(metric: Metric) -> None:
+    for text in (metric.meaning, metric.healthy, metric.unhealthy):
+        assert not re.search(r"^the same|as above|as below|^those|^these|^their|figures below", text)

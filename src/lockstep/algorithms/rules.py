@@ -35,7 +35,7 @@ def _holds_weight(surrogate: Plugin, corrections: Sequence[Plugin]) -> str | Non
     if not weights or not _companions(surrogate).holds_weight:
         return None
     return (
-        f"surrogate {surrogate.name!r} holds the sampler's probability already, so that the correction "
+        f"the surrogate {surrogate.name!r} holds the sampler's probability already, so that the correction "
         f'{_listed(weights)} would weigh the mismatch twice: use "none" or one that only rejects'
     )
 

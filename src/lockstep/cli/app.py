@@ -46,6 +46,7 @@ def train(
 
     * `lockstep train quickstart`
     * `lockstep train my.toml name=trial-2 train.max_staleness=1`
+    * `lockstep train quickstart name=gspo preset=gspo`
     * `lockstep train --resume runs/trial-2`
     """
     from lockstep.cli import training
@@ -154,7 +155,15 @@ def report(
     runs: Annotated[list[Path], typer.Argument(help="one run, or several to compare")],
     out: Annotated[Path | None, typer.Option(help="where a comparison is written: comparison.html")] = None,
 ) -> None:
-    """Draw a run (report.html and plots/ in its folder), or several on the same axes."""
+    """Draw a run (report.html and plots/ in its folder), or several on the same axes.
+
+    A run that still goes on is drawn as far as it has come: reload the page after the command.
+
+    Examples:
+
+    * `lockstep report runs/quickstart`
+    * `lockstep report runs/quickstart runs/trial-2 --out both.html`
+    """
     from lockstep.config import ConfigError
     from lockstep.report.page import write_comparison, write_report
     from lockstep.report.run_folder import RunFolder
@@ -184,8 +193,7 @@ def recipes(
     if name:
         console.print(read_text(recipe_files.find(name)), end="", markup=False, highlight=False, soft_wrap=True)
         return
-    for path in recipe_files.packaged():
-        console.print(f"[bold]{path.stem:16}[/bold] {recipe_files.first_comment(path)}", highlight=False)
+    console.print(recipe_files.listed(), highlight=False)
 
 
 def _explainable(incomplete: str) -> list[str]:

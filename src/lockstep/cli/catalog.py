@@ -264,13 +264,14 @@ def _refused(model: type[BaseModel], **keys: str) -> str | None:
 
 
 def _grouped(tried: dict[str, str | None]) -> Iterator[tuple[str, str]]:
-    """One reason for all that are refused for the same reason, which may name the one that was tried."""
+    """One reason for all that are refused for the same reason: without the name of the one that was tried, if it has
+    that and there are several."""
     groups: dict[str, list[str]] = {}
     for other, reason in tried.items():
         if reason:
-            groups.setdefault(re.sub(rf"\b{other}\b", "…", reason), []).append(other)
-    for others in groups.values():
-        yield ", ".join(others), str(tried[others[0]])
+            groups.setdefault(re.sub(rf" '?\b{other}\b'?", "", reason), []).append(other)
+    for unnamed, others in groups.items():
+        yield ", ".join(others), unnamed if len(others) > 1 else str(tried[others[0]])
 
 
 _FACTS: dict[str, Callable[[Any], Iterator[tuple[str, str]]]] = {

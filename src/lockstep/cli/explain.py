@@ -77,10 +77,10 @@ def _places(entry: Entry) -> Iterator[tuple[str, str]]:
 
 
 def _list_all(console: Console) -> None:
-    """Every name with the first words of what it is; metrics by name only, they are many."""
+    """Every name with what it is; metrics by name only, they are many."""
     for kind, entries in groupby(chain(methods(), routing_entries(), governing_entries()), lambda entry: entry.kind):
         console.print(_titled(f"{kind}s"), highlight=False)
-        console.print(_pairs(((entry.name, _in_short(entry.summary)) for entry in entries), cut=True), highlight=False)
+        console.print(_pairs((entry.name, _in_short(entry.summary)) for entry in entries), highlight=False)
     console.print(_titled("metrics"), highlight=False)
     by_group = groupby(METRICS, lambda metric: metric.name.partition("/")[0])
     rows = ((f"{group}/", " ".join(m.name.partition("/")[2] for m in found)) for group, found in by_group)
@@ -88,11 +88,10 @@ def _list_all(console: Console) -> None:
     console.print("\n`lockstep explain NAME` tells more about one.", highlight=False)
 
 
-def _pairs(rows: Iterable[Iterable[str]], style: str = "", cut: bool = False) -> RenderableType:
+def _pairs(rows: Iterable[Iterable[str]], style: str = "") -> RenderableType:
     grid = _grid(2)
     for name, text in rows:
-        shown = Text(text, style=style, no_wrap=cut, overflow="ellipsis" if cut else "fold")
-        grid.add_row(Text(name, style=style or "bold"), shown)
+        grid.add_row(Text(name, style=style or "bold"), Text(text, style=style, overflow="fold"))
     return _indented(grid)
 
 

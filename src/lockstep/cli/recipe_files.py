@@ -6,6 +6,9 @@ import difflib
 from importlib.resources import files
 from pathlib import Path
 
+from rich.table import Table
+from rich.text import Text
+
 from lockstep.config import ConfigError
 
 
@@ -24,6 +27,15 @@ def find(name: str) -> Path:
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise ConfigError(f"no recipe {name!r}: {hint}known: {', '.join(by_name)}; or give the path of a TOML file")
     return by_name[name]
+
+
+def listed() -> Table:
+    """The packaged recipes, each with what it says of itself."""
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    grid.add_column(no_wrap=True, style="bold")
+    for path in packaged():
+        grid.add_row(path.stem, Text(first_comment(path)))
+    return grid
 
 
 def first_comment(path: Path) -> str:

@@ -57,8 +57,8 @@ Generated from `lockstep.metrics` by `make docs`; do not edit.
 What a run writes to `metrics.jsonl` and TensorBoard, one row per step. The names are stable. A `*` stands for a
 family: `mismatch/f2` is F(2), `reward/part/correct` the part of the reward called `correct`. The last columns say
 what a run in good order looks like, and what it means if it does not; `report.html` flags what must be 0 and is not, a
-lag above `max_staleness`, a `mismatch/k3` of 1e-3 or more though `max_staleness` is 0, a `rollout/truncated` that rose
-above 0.5, and values that are not finite.
+lag above `max_staleness`, a `mismatch/k3` of 1e-3 or more that neither staleness nor low bits of the sampler alone
+explain, a `rollout/truncated` that rose above 0.5, and values that are not finite.
 
 Symbols: *l_behav* is the log-prob the sampler gave a token when it drew it, *l_prox* the one the learner gave it at the
 start of the step that consumed it, both at the sampling temperature; w = exp(l_prox − l_behav).

@@ -35,7 +35,7 @@ class GovernorConfig(Config):
     """Rules on a run's metrics that tell, or act, when something goes wrong; docs/governor.md has their grammar."""
 
     mode: Literal["off", "advisory", "active"] = "advisory"
-    """advisory tells what it would do, active does it"""
+    """off looks at no rule, advisory tells what it would do, active does it"""
     rules: tuple[str, ...] = (DEFAULT,)
     """such as `stop when reward/mean < 0.5 x early for 5 steps`; the word `default` stands for the shipped ones"""
     cooldown: int = Field(default=10, ge=1)

@@ -44,14 +44,14 @@ CHARTS = (
     Chart(
         key="reward",
         title="Reward",
-        help="Mean reward of the answers each step learned from, and its parts.",
+        help="Mean reward of the answers of each step, groups that dynamic sampling replaced included, and its parts.",
         metrics={"reward/mean": "mean", "reward/part/*": ""},
     ),
     Chart(
         key="mismatch",
         title="Sampler–learner mismatch",
-        help="KL between the policy that sampled and the policy that learns. Rising means they drift apart.",
-        metrics={"mismatch/k3": "k3", "mismatch/k1": "|k1|"},
+        help="KL from the policy that sampled to the one that learns, estimated by k3. Rising means they drift apart.",
+        metrics={"mismatch/k3": "k3"},
         format="scientific",
         log=True,
     ),

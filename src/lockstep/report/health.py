@@ -44,8 +44,8 @@ def flag(name: str, series: Series, config: Mapping[str, Any]) -> str:
         return f"above 0 in {bad} of {len(series)} steps"
     if metric and metric.healthy == "<= max_staleness":
         return _stale(series, _find(config, "max_staleness"))
-    if name == "mismatch/k3" and series.last >= 1e-3 and _find(config, "max_staleness") == 0:
-        return "at 1e-3 or more, and max_staleness is 0: expected only of a low-bit sampler"
+    if name == "mismatch/k3" and series.last >= 1e-3 and _should_agree(config):
+        return "at 1e-3 or more, though sampler and learner should compute the same"
     if name == "rollout/truncated" and series.first <= 0.5 < series.last:
         return f"rose from {series.first:.0%} to {series.last:.0%}: answers no longer end"
     return ""
@@ -54,6 +54,14 @@ def flag(name: str, series: Series, config: Mapping[str, Any]) -> str:
 def _stale(series: Series, bound: object) -> str:
     largest = float(series.finite.max())
     return f"reached {largest:g}, max_staleness is {bound}" if isinstance(bound, int) and largest > bound else ""
+
+
+def _should_agree(config: Mapping[str, Any]) -> bool:
+    """Whether nothing a run was told explains a mismatch: no staleness, and no low bits that the learner has not."""
+    rollout, learner = config.get("rollout", {}), config.get("learner", {})
+    followed = not rollout.get("precision") or learner.get("alignment") == "aligned"
+    same_cache = rollout.get("kv_precision", "high") == "high"
+    return _find(config, "max_staleness") == 0 and followed and same_cache
 
 
 def _find(config: Mapping[str, Any], key: str) -> object:

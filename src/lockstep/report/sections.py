@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -56,13 +56,44 @@ def count(value: float) -> str:
 def header(run: History) -> str:
     env = run.environment
     facts = [env.get("created"), env.get("device"), env.get("lockstep") and f"Lockstep {env['lockstep']}"]
-    shown = "".join(f"<span>{escape(fact)}</span>" for fact in facts if fact)
     flags = [reading for reading in readings(run) if reading.flag]
     verdict = _verdict(flags) if run.series else ""
     return (
         f'<header><p class="eyebrow">Lockstep run</p><h1>{escape(run.name)}</h1>'
-        f'<p class="facts">{shown}</p>{verdict}</header>'
+        f"{_spans('subject', subject(run.config))}{_spans('facts', facts)}{verdict}</header>"
     )
+
+
+def _spans(kind: str, texts: Iterable[object]) -> str:
+    shown = "".join(f"<span>{escape(text)}</span>" for text in texts if text)
+    return f'<p class="{kind}">{shown}</p>' if shown else ""
+
+
+def subject(config: Mapping[str, Any]) -> list[str]:
+    """What is trained, on what and how, as far as the config says: task, method, model, precision of the sampler."""
+    model, algorithm, rollout = (config.get(table) or {} for table in ("model", "algorithm", "rollout"))
+    methods = [*_names(algorithm.get("surrogate")), *_names(algorithm.get("correction"))]
+    method = " + ".join(name for name in methods if name != "none")
+    low_bit = [f"sampled in {name}" for name in _names(rollout.get("precision"))]
+    return [*_names(config.get("task")), method, _model(model), *low_bit]
+
+
+def _names(choice: object) -> list[str]:
+    """Of plug-ins as a config writes them: a name, a table with one, a list of these, or nothing."""
+    if isinstance(choice, Mapping):
+        return _names(choice.get("name"))
+    if isinstance(choice, Sequence) and not isinstance(choice, str):
+        return [name for one in choice for name in _names(one)]
+    return [choice] if isinstance(choice, str) else []
+
+
+def _model(model: Mapping[str, Any]) -> str:
+    shape = model.get("init")
+    if not shape:
+        return str(model.get("path", ""))
+    kind = f"tiny Qwen3 with {shape['experts']} experts" if shape.get("experts") else "tiny Qwen3"
+    sizes = [f"{shape[key]} {word}" for key, word in (("layers", "layers"), ("hidden", "wide")) if key in shape]
+    return ", ".join([kind, *sizes])
 
 
 def _verdict(flags: list[Reading]) -> str:
@@ -199,18 +230,20 @@ def _folded(parts: Sequence[Reading]) -> str:
 
 
 def _health_table(found: Sequence[Reading]) -> str:
-    head = "<tr><th>metric</th><th></th><th>first</th><th>last</th><th>meaning</th><th>healthy</th></tr>"
-    return f"<table>{head}{''.join(map(_health_row, found))}</table>"
+    names = ("metric", "", "first", "last", "meaning", "healthy<small>unhealthy</small>")
+    head = "".join(f"<th>{name}</th>" for name in names)
+    return f"<table><tr>{head}</tr>{''.join(map(_health_row, found))}</table>"
 
 
 def _health_row(reading: Reading) -> str:
     meaning = reading.metric.meaning if reading.metric else "not one of Lockstep's own metrics"
-    healthy = reading.metric.healthy if reading.metric else ""
+    healthy, unhealthy = (reading.metric.healthy, reading.metric.unhealthy) if reading.metric else ("", "")
     state = f'<span class="flag">⚠ {escape(reading.flag)}</span>' if reading.flag else _with_code(healthy)
+    warning = f"<small>{_with_code(unhealthy)}</small>" if unhealthy else ""
     return (
         f'<tr><td class="mono">{escape(reading.name)}</td><td class="spark">{sparkline(reading.series)}</td>'
         f'<td class="num">{number(reading.series.first)}</td><td class="num">{number(reading.series.last)}</td>'
-        f'<td class="meaning">{_with_code(meaning)}</td><td class="healthy">{state}</td></tr>'
+        f'<td class="meaning">{_with_code(meaning)}</td><td class="healthy">{state}{warning}</td></tr>'
     )
 
 

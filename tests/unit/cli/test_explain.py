@@ -104,6 +104,8 @@ def test_refusals_are_those_of_the_recipe() -> None:
     assert "tis" in refused["ppo_is"][0].split(", ")
     assert "tis" not in refused["acr"][0].split(", ")
     assert any("ppo_is" in names.split(", ") for names, _ in plugin_entry(CORRECTIONS, "tis").refuses)
+    (reason,) = [reason for names, reason in plugin_entry(SURROGATES, "ppo_is").refuses if ", " in names]
+    assert "so that the correction would weigh the mismatch twice" in reason, "it holds for each of them"
     assert plugin_entry("lockstep.algorithms.kl", "k1").refuses[0][0] == 'where = "loss"'
 
 
@@ -157,3 +159,10 @@ def test_a_symbol_is_not_found_inside_another() -> None:
 def test_pages_and_terminal_name_the_same_files() -> None:
     root = Path(__file__).parents[3]
     assert all((root / entry.page).is_file() for entry in methods() if entry.page)
+
+
+def test_the_list_cuts_nothing_off_and_names_a_group_of_metrics_once() -> None:
+    output = said(None)
+    assert "…" not in output
+    groups = [line.split()[0] for line in output.splitlines() if line.startswith("  ") and "/ " in line]
+    assert len(groups) == len(set(groups)) == len({metric.name.partition("/")[0] for metric in METRICS})

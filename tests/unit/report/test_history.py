@@ -3,6 +3,7 @@ from __future__ import annotations
 import math
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -115,6 +116,27 @@ def test_a_mismatch_is_flagged_where_staleness_does_not_explain_it() -> None:
     assert flag("mismatch/k3", series(2e-4), {"train": {"max_staleness": 0}}) == ""
     assert flag("mismatch/k3", series(2e-3), {"train": {"max_staleness": 1}}) == ""
     assert flag("mismatch/k3", series(2e-3), {}) == ""
+
+
+@pytest.mark.parametrize(
+    ("precision", "alignment", "kv_precision", "flagged"),
+    [
+        (None, "none", "high", True),
+        (None, "aligned", "fp8", False),
+        ({"name": "w4a16"}, "aligned", "high", True),
+        ({"name": "w4a16"}, "aligned", "fp8", False),
+        ({"name": "w4a16"}, "none", "high", False),
+    ],
+)
+def test_a_mismatch_is_flagged_where_low_bits_do_not_explain_it(
+    precision: dict[str, str] | None, alignment: str, kv_precision: str, flagged: bool
+) -> None:
+    config = {
+        "train": {"max_staleness": 0},
+        "rollout": {"precision": precision, "kv_precision": kv_precision},
+        "learner": {"alignment": alignment},
+    }
+    assert bool(flag("mismatch/k3", series(2e-3), config)) == flagged
 
 
 def test_answers_that_stop_ending_are_flagged() -> None:

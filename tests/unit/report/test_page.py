@@ -17,6 +17,7 @@ from lockstep.report.page import write_comparison, write_report
 from lockstep.report.plots import COLORS
 from lockstep.report.recorder import RunRecorder
 from lockstep.report.run_folder import RunFolder
+from lockstep.report.sections import subject
 
 from .conftest import make_group
 
@@ -240,3 +241,23 @@ def test_a_comparison_overlays_runs_and_names_what_differs(tmp_path: Path) -> No
     assert ">seed<" not in page
     with pytest.raises(ValueError, match="two runs or more, got 1"):
         write_comparison(folders[:1], tmp_path / "x.html")
+
+
+def test_the_title_tells_what_is_trained_as_far_as_the_config_says() -> None:
+    config = {
+        "task": {"name": "arithmetic", "modulus": 10},
+        "algorithm": {"surrogate": "grpo", "correction": [{"name": "tis", "cap": 2.0}, "veto"]},
+        "model": {"path": "", "init": {"layers": 2, "hidden": 128}},
+        "rollout": {"precision": {"name": "fp8_w8a8", "block": True}},
+    }
+    told = [text for text in subject(config) if text]
+    assert told == ["arithmetic", "grpo + tis + veto", "tiny Qwen3, 2 layers, 128 wide", "sampled in fp8_w8a8"]
+    plain = {"model": {"path": "Qwen/Qwen3-0.6B"}, "algorithm": {"surrogate": "grpo", "correction": None}}
+    assert [text for text in subject(plain) if text] == ["grpo", "Qwen/Qwen3-0.6B"]
+    assert not any(subject({}))
+
+
+def test_what_an_unhealthy_value_means_stands_beside_it(folder: RunFolder) -> None:
+    with RunRecorder(folder) as recorder:
+        recorder.log(1, {"mismatch/ess": 0.9})
+    assert "<small>0.5: half of the batch is wasted" in page_of(folder)

@@ -22,7 +22,7 @@ class PpoIs:
         advantage="gae", reduction="token_mean", correction="none", holds_weight=True, ratio=behav_ratio
     )
     eps: PositiveFloat = 0.2
-    """ε: how far r may move from 1 before the gradient stops."""
+    """ε: how far r' may move from 1 before the gradient stops."""
 
     def __call__(self, logp: Tensor, batch: Batch) -> Tensor:
         r, A = behav_ratio(logp, batch), batch.advantage

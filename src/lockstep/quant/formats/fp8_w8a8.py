@@ -17,7 +17,8 @@ from lockstep.quant.scheme import BLOCKS, FP8, PER_CHANNEL, PER_GROUP, PER_TOKEN
 
 @dataclass(frozen=True, slots=True)
 class FP8W8A8(Format):
-    """q = x / s rounded to e4m3, s = max(absmax / 448, 1 / (448·512));  y = (Σ q_x·q_w · s_x)·s_w in float32."""
+    """q = x / s rounded to e4m3, s = max(absmax / 448, 1 / (448·512));  y = (Σ q_x·q_w · s_x)·s_w in float32;  with
+    block: y = Σ (q_x·s_x)·(q_w·s_w), with the scales of each block."""
 
     bits: ClassVar[int] = 8
     block: bool = False
