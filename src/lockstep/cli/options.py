@@ -52,10 +52,10 @@ def require_folder(folder: Path) -> None:
 
 def require_folder_of_its_own(folder: Path) -> None:
     """The same; and ConfigError for a run or one of its checkpoints, which others would take for the run's."""
+    require_folder(folder)
     for root in (folder, folder.parent.parent if folder.parent.name == "checkpoints" else folder):
         if (root / "metrics.jsonl").is_file():
             raise ConfigError(f"cannot write into {folder}: that is the run {root}")
-    require_folder(folder)
 
 
 def _require_parent(file: Path) -> None:
