@@ -1,4 +1,4 @@
-"""What low bits, and exactness, cost the learner: whole steps of Qwen3-0.6B's shape, on a GPU.
+"""What kernels of our own save the learner, and low bits and exactness cost it: steps of Qwen3-0.6B, on a GPU.
 
     python scripts/learner_time.py
 
@@ -10,25 +10,33 @@ from __future__ import annotations
 
 import gc
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from statistics import median
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
+from lockstep.assembly import roles
 from lockstep.assembly.recipe import Recipe
 from lockstep.assembly.roles import learner_core, load_model, low_bit_weights
 from lockstep.cli.rollout_workloads import SHAPES, checkpoint
 from lockstep.config.loading import validate
 from lockstep.learner.parallel import Ranks
 from lockstep.learner.step import LearnerCore
+from lockstep.models import head, varlen
+from lockstep.models.twins import use_attention
 from lockstep.types import Group, Sample, StopReason, Trajectory, Verdict
 
 SHAPE, DEVICE = "0.6b", torch.device("cuda")
 WORKLOADS = ((16, 8, 128, 256), (4, 8, 512, 2048))  # groups, answers in each, tokens of a prompt, of an answer
 ROUNDS = 4  # of which the first does not count
 FP8 = {"name": "fp8_w8a8", "block": True}
+UNFUSED = "high, unfused"  # as transformers wrote it, but for attention
 LEARNERS: dict[str, dict[str, Any]] = {
     "high": {},
+    UNFUSED: {},
     "int8_w8a8, aligned": {"precision": "int8_w8a8"},
     "int8_w8a8, exact": {"precision": "int8_w8a8", "exact": True},
     "fp8_w8a8 block=True, aligned": {"precision": FP8},
@@ -44,11 +52,20 @@ def learner(path: str, rollout: dict[str, Any]) -> LearnerCore:
         "algorithm": {"surrogate": "grpo", "truncated": "keep"},
         "train": {"steps": 100},
         "rollout": rollout,
-        "learner": {"micro_tokens": 8192},
     }
     recipe = validate(Recipe, tables, "learner_time")
     loaded = load_model(recipe)
     return learner_core(recipe, loaded, Ranks.current(DEVICE), low_bit_weights(recipe, loaded), None)
+
+
+@contextmanager
+def unfused() -> Iterator[None]:
+    """What is made, or run, meanwhile has no kernels between its products and behind its logits."""
+    with (
+        patch.object(roles, "learner_view", lambda module: use_attention(module, varlen.NAME)),
+        patch.object(head, "_has_kernels", lambda transform, device: False),
+    ):
+        yield
 
 
 def group(index: int, answers: int, prompt: int, answer: int) -> Group:
@@ -82,15 +99,23 @@ def seconds(core: LearnerCore, groups: list[Group]) -> float:
     return time.perf_counter() - started
 
 
+def timed(name: str, core: LearnerCore, groups: list[Group]) -> float:
+    with unfused() if name == UNFUSED else nullcontext():
+        return seconds(core, groups)
+
+
 def main() -> None:
     torch.manual_seed(0)
     print("| groups x answers, tokens | learner | tokens/s | time, of `high` |\n|---|---|---|---|")
     with checkpoint(SHAPES[SHAPE], None, 4096, DEVICE) as path:
-        cores = {name: learner(path, rollout) for name, rollout in LEARNERS.items()}
+        cores: dict[str, LearnerCore] = {}
+        for name, rollout in LEARNERS.items():
+            with unfused() if name == UNFUSED else nullcontext():
+                cores[name] = learner(path, rollout)
     gc.collect()
     for num, answers, prompt, answer in WORKLOADS:
         groups = [group(index, answers, prompt, answer) for index in range(num)]
-        times = [[seconds(core, groups) for core in cores.values()] for _ in range(ROUNDS)][1:]
+        times = [[timed(name, core, groups) for name, core in cores.items()] for _ in range(ROUNDS)][1:]
         taken = [median(column) for column in zip(*times, strict=True)]
         tokens, told = num * answers * (prompt + answer), f"{num} x {answers}, {prompt:,} + {answer:,}"
         for name, spent in zip(cores, taken, strict=True):

@@ -70,6 +70,12 @@ def numbers(*shape: int) -> Tensor:
     return torch.zeros(*shape, dtype=torch.int64)
 
 
+def spans(count: int) -> Any:
+    from lockstep.models.kv import Spans
+
+    return Spans.of(numbers(2), numbers(2) + count)
+
+
 @pytest.mark.parametrize("cache", [BF16, E4M3])
 @pytest.mark.parametrize(("splits", "tile"), [(1, "LARGE"), (1, "SMALL"), (4, "LARGE"), (4, "SMALL"), (4, "MANY")])
 @pytest.mark.parametrize("shared", [False, True])
@@ -103,7 +109,7 @@ def test_attention_to_8_bits_with_other_heads(size: int, compiled: list[str]) ->
 
     query = torch.zeros(512, HEADS * GROUP, size, dtype=BF16)
     attention.decode(query, pages(E4M3, size), numbers(512, 4), numbers(512), 0.1, None)
-    attention.prefill(query, pages(E4M3, size), numbers(2, 16), numbers(2), numbers(2) + 256, 256, 0.1, None)
+    attention.prefill(query, pages(E4M3, size), numbers(2, 16), spans(256), 256, 0.1, None)
     assert compiled == ["_decode", "_prefill"]
 
 
@@ -203,10 +209,10 @@ def test_products_of_few_rows_are_cut_evenly(M: int) -> None:
 def test_prefill_attention(cache: torch.dtype, window: int | None, compiled: list[str]) -> None:
     from lockstep.models.kernels import attention
 
-    query, count = torch.zeros(256, HEADS * GROUP, SIZE, dtype=BF16), numbers(2) + 128
-    attention.prefill(query, pages(cache), numbers(2, 16), numbers(2), count, 128, 0.1, window)
+    query = torch.zeros(256, HEADS * GROUP, SIZE, dtype=BF16)
+    attention.prefill(query, pages(cache), numbers(2, 16), spans(128), 128, 0.1, window)
     lse = torch.zeros(HEADS * GROUP, 256)
-    attention.prefill(query, pages(cache), numbers(2, 16), numbers(2), count, 128, 0.1, window, lse, exact=True)
+    attention.prefill(query, pages(cache), numbers(2, 16), spans(128), 128, 0.1, window, lse, exact=True)
     assert compiled == ["_prefill"] * 2
 
 
@@ -277,6 +283,31 @@ def test_exact_norms(compiled: list[str]) -> None:
     Exact.rms_norm(x, weight, 1e-6)
     Exact.add_rms_norm(x, x, weight, 1e-6)
     assert compiled == ["_rms_norm", "_rms_norm"]
+
+
+@pytest.mark.parametrize("norm", [False, True])
+def test_what_the_learner_differentiates(norm: bool, compiled: list[str]) -> None:
+    from lockstep.models.kernels import differentiable as ours
+
+    def both(y: Tensor) -> None:
+        y.backward(torch.zeros_like(y))
+
+    x, weight = torch.zeros(16, 4096, dtype=BF16, requires_grad=True), torch.ones(4096, dtype=BF16, requires_grad=True)
+    both(ours.rms_norm(x, weight, 1e-6))
+    both(ours.gated_silu(x, x))
+    table, weight = torch.zeros(1, 16, SIZE, dtype=BF16), torch.ones(SIZE, dtype=BF16, requires_grad=True)
+    both(ours.rotated(x.unflatten(1, (-1, SIZE)), weight if norm else None, 1e-6, (table, table)))
+    forward = ["_rms_norm", "_gate", "_rotate"]
+    assert compiled == [name for kernel in forward for name in (kernel, f"{kernel}_gradient")]
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float32])
+def test_gradients_of_log_probs(dtype: torch.dtype, compiled: list[str]) -> None:
+    from lockstep.models.kernels.output import log_prob_gradients
+
+    logits, row = torch.zeros(16, 151_936, dtype=dtype), torch.zeros(16)
+    log_prob_gradients(logits, numbers(16), row, row, 1.0, BF16)
+    assert compiled == ["_log_prob_gradients"]
 
 
 def codes(*shape: int, dtype: torch.dtype) -> Tensor:

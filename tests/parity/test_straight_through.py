@@ -38,6 +38,23 @@ def test_gradients_of_a_linear_layer(format: Format) -> None:
 
 
 @formats
+def test_layers_that_share_their_input(format: Format) -> None:
+    """As each by itself, but for the sum that x gets."""
+    torch.manual_seed(0)
+    x, upstream = torch.randn(2, 5, 140, requires_grad=True), torch.randn(2, 5, 24)
+    layers = [(torch.randn(24, 140, requires_grad=True), b) for b in (None, torch.randn(24, requires_grad=True), None)]
+    given = [(weight, bias, format.quantize(weight.detach())) for weight, bias in layers]
+    leaves = [x, *(tensor for layer in layers for tensor in layer if tensor is not None)]
+
+    together = straight_through.linears(x, given, format)
+    apart = [straight_through.linear(x, *layer, format) for layer in given]
+    found, expected = (torch.autograd.grad(ys, leaves, [upstream * i for i in range(3)]) for ys in (together, apart))
+    assert all(torch.equal(a, b) for a, b in zip(together, apart, strict=True))
+    torch.testing.assert_close(found[0], expected[0])
+    assert all(torch.equal(a, b) for a, b in zip(found[1:], expected[1:], strict=True))
+
+
+@formats
 def test_gradients_of_experts(format: Format) -> None:
     torch.manual_seed(0)
     x, weight = torch.randn(9, 140, requires_grad=True), torch.randn(4, 24, 140, requires_grad=True)

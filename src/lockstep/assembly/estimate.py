@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from lockstep.assembly.devices import choose_device
 from lockstep.assembly.recipe import Recipe
-from lockstep.models.kv import PAGE_SIZE, KVCache
+from lockstep.models.head import CHUNK_ELEMENTS
+from lockstep.models.kv import PAGE_SIZE, KVCache, kv_shape
 from lockstep.models.loading import ModelConfig, read_config
 from lockstep.models.lowbit import low_bit_layers
 from lockstep.models.tiny import tiny_model
@@ -50,8 +53,6 @@ def _without_kv(recipe: Recipe, module: PreTrainedModel, world: int = 1) -> dict
     masters = 0 if dtype == torch.float32 else 4 * num_parameters
     engine = dtype.itemsize * (num_parameters - num_low_bit) + codes
     own_buffers = recipe.train.max_staleness > 0 or world > 1
-    wide = 2 * text.hidden_size + 3 * text.intermediate_size + 4 * text.hidden_size
-    layers = 2 if recipe.learner.activation_checkpointing else text.num_hidden_layers
     parts = {
         "weights": dtype.itemsize * num_parameters,
         "low-bit weights": codes * (2 if recipe.learner.num_updates > 1 else 1),
@@ -60,9 +61,27 @@ def _without_kv(recipe: Recipe, module: PreTrainedModel, world: int = 1) -> dict
         "gradients": 4 * num_parameters,
         "optimiser": 8 * num_parameters,
         "reference": dtype.itemsize * _reference_size(recipe),
-        "activations (about)": recipe.learner.micro_tokens * layers * wide * dtype.itemsize,
+        "activations (about)": _activations(recipe, text, dtype),
     }
     return {name: size / GIB for name, size in parts.items()}
+
+
+def _activations(recipe: Recipe, text: Any, dtype: torch.dtype) -> int:
+    """What a layer keeps of a token for its gradient: two sums and their norms, projections, rotated heads, what they
+    attended to, gates and their product. And what the output layer takes: a chunk's logits, the gradient of its weight.
+    """
+    heads, size, value_size = kv_shape(text)
+    queries = text.num_attention_heads
+    attention = (2 * queries + 2 * heads) * size + (queries + heads) * value_size
+    experts = getattr(text, "num_experts_per_tok", None)
+    width = (experts and getattr(text, "moe_intermediate_size", None)) or text.intermediate_size
+    computed = experts * (3 * width + 2 * text.hidden_size) if experts else 3 * width
+    kept = 4 * text.hidden_size + attention + computed
+    layers = 2 if recipe.learner.activation_checkpointing else text.num_hidden_layers
+    output = CHUNK_ELEMENTS[choose_device(recipe.device).type] * dtype.itemsize + text.vocab_size * text.hidden_size * (
+        4 + dtype.itemsize
+    )
+    return recipe.learner.micro_tokens * layers * kept * dtype.itemsize + output
 
 
 def _low_bit_size(recipe: Recipe, module: PreTrainedModel) -> tuple[int, float]:

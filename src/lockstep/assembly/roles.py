@@ -24,14 +24,14 @@ from lockstep.learner.local import LocalLearner
 from lockstep.learner.ranks import Ranks
 from lockstep.learner.step import LearnerCore
 from lockstep.learner.update_scale import UpdateScale
-from lockstep.models import loading, varlen
-from lockstep.models.exact import learn_exactly, make_exact
+from lockstep.models import loading
+from lockstep.models.exact import make_exact
 from lockstep.models.head import install_head
+from lockstep.models.learner_view import learner_view
 from lockstep.models.loading import Loaded, ModelConfig
 from lockstep.models.lowbit import LowBitWeights
 from lockstep.models.routing import Routers, find_routers, install_routing
 from lockstep.models.selfcheck import self_check
-from lockstep.models.twins import use_attention
 from lockstep.protocols import Bus, Engine, Recorder, Task
 from lockstep.rollout.budget import kv_gib
 from lockstep.rollout.evaluate import Evaluator
@@ -206,7 +206,7 @@ def learner_core(
 ) -> LearnerCore:
     """The learner of this rank, which trains the loaded module itself."""
     update_scale = UpdateScale.of(loaded.module, recipe.learner)
-    learner_view(recipe, loaded, low_bit, routers)
+    become_learner(recipe, loaded, low_bit, routers)
     num_updates = recipe.train.steps * recipe.learner.num_updates
     return LearnerCore(
         loaded.module,
@@ -220,13 +220,10 @@ def learner_core(
     )
 
 
-def learner_view(recipe: Recipe, loaded: Loaded, low_bit: LowBitWeights | None, routers: Routers | None) -> None:
-    """Makes the loaded module what the learner runs: packed attention, a log-prob head, routers that obey and, where
-    it is to compute what the engine computes, low-bit matrices."""
-    if recipe.rollout.exact:
-        learn_exactly(loaded.module)
-    else:
-        use_attention(loaded.module, varlen.NAME)
+def become_learner(recipe: Recipe, loaded: Loaded, low_bit: LowBitWeights | None, routers: Routers | None) -> None:
+    """Makes the loaded module what the learner runs: its view of the model, a log-prob head, routers that obey and,
+    where it is to compute what the engine computes, low-bit matrices."""
+    learner_view(loaded.module)
     install_head(loaded.module, with_value=recipe.algorithm.needs_values)
     if low_bit is not None and recipe.learner.alignment == "aligned":
         low_bit.run_by_learner(loaded.module)

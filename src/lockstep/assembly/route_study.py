@@ -19,7 +19,7 @@ from lockstep.algorithms.diagnostics import Tally, metrics, tally_mismatch, tall
 from lockstep.assembly.export import encode_masters
 from lockstep.assembly.governed import in_words as precision_words
 from lockstep.assembly.recipe import Recipe
-from lockstep.assembly.roles import Sampling, learner_view
+from lockstep.assembly.roles import Sampling, become_learner
 from lockstep.config import ConfigError
 from lockstep.data.chat import Conversation, render_prompt
 from lockstep.data.packing import Row, collate, pack, row_of
@@ -72,7 +72,7 @@ async def study(
         found = await _sample(roles, prompts, answers, tell)
     finally:
         await roles.close()
-    learner_view(recipe, loaded, roles.low_bit, routers)
+    become_learner(recipe, loaded, roles.low_bit, routers)
     RouteCheck(routers)(found)
     rows = [row_of(answer, 0) for answer in found if answer.mask.any()]
     result = _compare(name, recipe, loaded, routers, rows, tell)

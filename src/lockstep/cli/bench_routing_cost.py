@@ -34,14 +34,13 @@ from lockstep.data.chat import Conversation
 from lockstep.learner.config import LearnerConfig
 from lockstep.learner.routes import RouteCheck
 from lockstep.learner.step import LearnerCore
-from lockstep.models import varlen
 from lockstep.models.engine_view import engine_view
 from lockstep.models.head import install_head
 from lockstep.models.kv import kv_shape
+from lockstep.models.learner_view import learner_view
 from lockstep.models.routes import RouteMemory
 from lockstep.models.routing import Routers, find_routers, install_routing
 from lockstep.models.tiny import byte_tokenizer
-from lockstep.models.twins import use_attention
 from lockstep.rollout.config import RolloutConfig
 from lockstep.rollout.core import EngineCore
 from lockstep.types import Completion, Group, Request, Routes, Sample, SamplingParams, StopReason, Trajectory, Verdict
@@ -206,7 +205,7 @@ def _take_turns(
 def measure_replay(module: PreTrainedModel, routers: Routers, groups: Sequence[Group], pairs: int) -> Cost:
     """One learner; without replay its routers are left alone, as if the model were dense."""
     gc.collect()  # engines
-    use_attention(module, varlen.NAME)
+    learner_view(module)
     install_head(module)
     install_routing(module, routers)
     config = LearnerConfig(learning_rate=1e-9)

@@ -182,8 +182,8 @@ def _accumulate_into(master: Tensor) -> Callable[[Tensor], None]:
 
     def hook(parameter: Tensor) -> None:
         assert parameter.grad is not None
-        gradient, parameter.grad = parameter.grad.to(torch.float32), None
-        master.grad = gradient if master.grad is None else master.grad.add_(gradient)
+        gradient, parameter.grad = parameter.grad, None
+        master.grad = gradient.to(torch.float32) if master.grad is None else master.grad.add_(gradient)
 
     return hook
 

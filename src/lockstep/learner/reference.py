@@ -8,11 +8,11 @@ from torch import Tensor
 from lockstep.learner.parallel import prepare
 from lockstep.learner.ranks import Ranks
 from lockstep.learner.scoring import score
-from lockstep.models import loading, varlen
+from lockstep.models import loading
 from lockstep.models.head import install_head
+from lockstep.models.learner_view import learner_view
 from lockstep.models.loading import ModelConfig
 from lockstep.models.selfcheck import self_check
-from lockstep.models.twins import use_attention
 from lockstep.types import Batch
 
 
@@ -27,7 +27,7 @@ class Reference:
         config = ModelConfig(path=path, float32_logits=float32_logits)
         self.module = loading.load(config, dtype=dtype, device=ranks.device, seed=0).module
         self_check(self.module)
-        use_attention(self.module, varlen.NAME)
+        learner_view(self.module)
         install_head(self.module, with_value=False)
         self.module.requires_grad_(False)
         prepare(self.module, dtype, False, ranks)

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,10 +18,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from lockstep.config import ConfigError
 from lockstep.models import kernels, varlen
-from lockstep.models.fused import CAUSAL_LM, FAMILIES, NORM
-from lockstep.models.head import compute_logits, is_exact, logits_of
-from lockstep.models.kv import Pages, kv_shape
-from lockstep.models.twins import use_attention
+from lockstep.models.fused import CAUSAL_LM, FAMILIES
+from lockstep.models.head import compute_logits, logits_of
+from lockstep.models.kv import Pages, Spans, kv_shape
 from lockstep.quant.layers import is_fused_experts
 
 
@@ -87,7 +84,8 @@ def _decode_is_prefill(config: PreTrainedConfig, device: torch.device, normal: C
     keys, values = normal(2, len(query) // page, page, heads, size)
     pages, table = Pages(keys, values, None, None), torch.arange(len(keys), device=device).view(-1, length // page)
     lengths = table.new_full((len(table),), length)
-    given = query, pages, table, torch.zeros_like(lengths), lengths, length, size**-0.5, None
+    spans = Spans.of(torch.zeros_like(lengths), lengths)
+    given = query, pages, table, spans, length, size**-0.5, None
     many = prefill(*given, exact=True)
     last, expected = (x[length - 1 :: length].contiguous() for x in (query, many))
     batches = (slice(0, count) for count in (len(table), len(table) // 2, 2))
@@ -103,39 +101,3 @@ def _rows_are_alike(head: Tensor, normal: Callable[..., Tensor]) -> bool:
     whole, plain = linear(rows, weight, None, torch.float32), rows.float() @ weight.float().T
     alike = all(torch.equal(linear(rows[:count], weight, None, torch.float32), whole[:count]) for count in WARPS)
     return alike and bool((whole - plain).abs().max() <= 1e-3 * plain.abs().max())
-
-
-def learn_exactly(module: PreTrainedModel) -> None:
-    """Makes the learner's module sum up attention and norms as the engine does; its head does already."""
-    assert is_exact(module)
-    use_attention(module, varlen.EXACT)
-    for part in module.modules():
-        if type(part).__name__ in NORM:
-            part.forward = partial(_rms_norm, part)
-
-
-def _rms_norm(self: Any, hidden_states: Tensor) -> Tensor:
-    return _RMSNorm.apply(hidden_states, self.weight, self.variance_epsilon)
-
-
-class _RMSNorm(torch.autograd.Function):
-    """y = weight · x / rms(x), by the engine's kernel; dx = s·(g − n·mean(g·n)) with n = s·x and g = weight·dy."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        from lockstep.models.kernels.pointwise import Exact
-
-        ctx.save_for_backward(x, weight)
-        ctx.eps = eps
-        normed = Exact.rms_norm(x, weight, eps)
-        assert isinstance(normed, Tensor)
-        return normed
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
-        x, weight = ctx.saved_tensors
-        scale = torch.rsqrt(x.float().square().mean(-1, keepdim=True) + ctx.eps)
-        normed, dy = x.float() * scale, grads[0].float()
-        g = dy * weight.float()
-        dx = scale * (g - normed * (g * normed).mean(-1, keepdim=True))
-        return dx.to(x.dtype), (dy * normed).flatten(0, -2).sum(0).to(weight.dtype), None

@@ -9,9 +9,10 @@ Shapes: R rows asked for, D hidden width, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from lockstep.config import ConfigError
+from lockstep.models import kernels
 
 CHUNK_ELEMENTS = {"cpu": 2**21, "cuda": 2**27}  # logits held at once: cache-sized on a CPU, launch-bound on a GPU
 MIN_ROWS = 256  # every chunk reads and adds to the whole weight once, which fewer rows do not pay for
@@ -60,16 +62,6 @@ class Logits:
 
             return output.linear(input, weight, bias, torch.float32 if self.float32 else input.dtype)
         return float32_linear(input, weight, bias) if self.float32 else F.linear(input, weight, bias)
-
-    def log_probs(self, raw: Tensor, z: Tensor, targets: Tensor, T: float) -> tuple[Tensor, Tensor]:
-        """(log-prob of the targets, log of the sum of exponentials) of raw logits, or of z: these transformed, over T.
-        Models that may be exact transform nothing."""
-        if self.exact:
-            from lockstep.models.kernels import output
-
-            return output.log_probs(raw, targets, T)
-        lse = z.logsumexp(-1)
-        return z.gather(1, targets[:, None]).squeeze(1) - lse, lse
 
 
 class OutputLayer(nn.Linear):
@@ -171,14 +163,10 @@ class _ChunkedLogProb(torch.autograd.Function):
         transform: LogitTransform,
         logits: Logits,
     ) -> tuple[Tensor, Tensor]:
-        logp, entropy, lse = h.new_empty((3, len(h)), dtype=torch.float32)
+        logp, lse, entropy = h.new_empty((3, len(h)), dtype=torch.float32)
+        log_probs = _log_probs(transform, h.device)
         for s in _chunks(h, W):
-            raw = logits(h[s], W, bias)
-            z = transform(raw).div_(T)
-            logp[s], lse[s] = logits.log_probs(raw, z, targets[s], T)
-            del raw  # there may be as much of it as memory for a chunk allows
-            z = z.sub_(lse[s, None])
-            torch.sum(z.exp().mul_(z), -1, out=entropy[s]).neg_()
+            logp[s], lse[s], entropy[s] = log_probs(logits(h[s], W, bias), targets[s], T)
         ctx.save_for_backward(h, W, bias, targets, lse)
         ctx.T, ctx.transform, ctx.logits = T, transform, logits
         ctx.mark_non_differentiable(entropy)
@@ -186,28 +174,70 @@ class _ChunkedLogProb(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """d logp / d z = onehot(target) − softmax(z), then through T and the transform."""
         h, W, bias, targets, lse = ctx.saved_tensors
         grad_h, grad_W = torch.empty_like(h), torch.zeros_like(W, dtype=torch.float32)
         grad_b = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
+        gradients = _gradients(ctx.transform, h.device)
         for s in _chunks(h, W):
-            g = grads[0][s, None]
-            z = ctx.transform(ctx.logits(h[s], W, bias))
-            slope = ctx.transform.slope(z) / ctx.T
-            grad_z = z.div_(ctx.T).sub_(lse[s, None]).exp_().mul_(-g)
-            grad_z = grad_z.scatter_add_(1, targets[s, None], g).mul_(slope)
+            raw = ctx.logits(h[s], W, bias)
+            grad_z = gradients(raw, targets[s], lse[s], grads[0][s], ctx.T, h.dtype)
+            del raw  # there may be as much of it as memory for a chunk allows
             if grad_b is not None:
-                grad_b += grad_z.sum(0)
-            grad_z = grad_z.to(h.dtype)
+                grad_b += grad_z.sum(0, dtype=torch.float32)
             torch.mm(grad_z, W, out=grad_h[s])
             _add_outer(grad_W, grad_z, h[s])
         return grad_h, grad_W.to(W.dtype), None if grad_b is None else grad_b.to(h.dtype), *(None,) * 4
 
 
+def _log_probs(transform: LogitTransform, device: torch.device) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+    """(raw logits, targets, T) to (log-probs, logs of the sums of exponentials, entropies)."""
+    if not _has_kernels(transform, device):
+        return partial(_plain_log_probs, transform)
+    from lockstep.models.kernels.output import log_probs
+
+    return log_probs
+
+
+def _gradients(transform: LogitTransform, device: torch.device) -> Callable[..., Tensor]:
+    """(raw logits, targets, lse, gradients of log-probs, T, dtype) to those of raw logits, which are overwritten."""
+    if not _has_kernels(transform, device):
+        return partial(_plain_gradients, transform)
+    from lockstep.models.kernels.output import log_prob_gradients
+
+    return log_prob_gradients
+
+
+def _has_kernels(transform: LogitTransform, device: torch.device) -> bool:
+    return transform == LogitTransform() and kernels.available(device)
+
+
+def _plain_log_probs(
+    transform: LogitTransform, raw: Tensor, targets: Tensor, T: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    z = transform(raw).div_(T)
+    lse = z.logsumexp(-1)
+    logp = z.gather(1, targets[:, None]).squeeze(1) - lse
+    z.sub_(lse[:, None])
+    return logp, lse, -z.exp().mul_(z).sum(-1)
+
+
+def _plain_gradients(
+    transform: LogitTransform, raw: Tensor, targets: Tensor, lse: Tensor, grad: Tensor, T: float, dtype: torch.dtype
+) -> Tensor:
+    """d logp / d z = onehot(target) − softmax(z), then through T and the transform."""
+    z = transform(raw)
+    slope = transform.slope(z) / T
+    grad_z = z.div_(T).sub_(lse[:, None]).exp_().mul_(-grad[:, None])
+    return grad_z.scatter_add_(1, targets[:, None], grad[:, None]).mul_(slope).to(dtype)
+
+
 def _add_outer(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += aᵀ·b, in float32."""
     if a.dtype == total.dtype:
         total.addmm_(a.T, b)
-    else:
+    elif a.is_cuda:
+        torch.addmm(total, a.T, b, out_dtype=total.dtype, out=total)
+    else:  # has no such product
         total += a.T @ b
 
 

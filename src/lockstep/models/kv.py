@@ -41,6 +41,18 @@ class Pages(NamedTuple):
         return key, value
 
 
+class Spans(NamedTuple):
+    """Whose queries are which, where those of several sequences are laid end to end; [B] each."""
+
+    first: Tensor  # where a sequence's queries begin
+    start: Tensor  # position of the first of them
+    size: Tensor
+
+    @staticmethod
+    def of(start: Tensor, count: Tensor) -> Spans:
+        return Spans(count.cumsum(0) - count, start.contiguous(), count.contiguous())
+
+
 def _encode(vectors: Tensor) -> tuple[Tensor, Tensor]:
     """e4m3 codes and the scale of each vector: its largest magnitude becomes the format's. NaN makes the scale NaN."""
     largest = vectors.float().abs().amax(-1)

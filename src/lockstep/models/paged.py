@@ -22,7 +22,7 @@ from transformers import AttentionInterface
 
 from lockstep.models import kernels
 from lockstep.models.arguments import refuse_unsupported
-from lockstep.models.kv import KVCache, Pages
+from lockstep.models.kv import KVCache, Pages, Spans
 from lockstep.models.routing import Routing
 
 if TYPE_CHECKING:
@@ -68,8 +68,12 @@ class Segment:
     @cached_property
     def query_index(self) -> Tensor:
         """[B, Q] into the segment's tokens."""
+        return self.spans.first[:, None] + self._offsets
+
+    @cached_property
+    def spans(self) -> Spans:
         assert self.count is not None
-        return (self.count.cumsum(0) - self.count)[:, None] + self._offsets
+        return Spans.of(self.start, self.count)
 
     @cached_property
     def token_index(self) -> Tensor:
@@ -166,9 +170,7 @@ def _attend_fused(
             return dealt.decode(query, cache, segment.pages, segment.work, scaling)
         shared = segment.shared if window is None else None  # what is shared may have left a window
         return attention.decode(query, cache, segment.pages, segment.lengths, scaling, window, shared, exact=exact)
-    return attention.prefill(
-        query, cache, segment.pages, segment.start, segment.count, segment.longest, scaling, window, exact=exact
-    )
+    return attention.prefill(query, cache, segment.pages, segment.spans, segment.longest, scaling, window, exact=exact)
 
 
 def deal(lengths_B: Tensor, cache: KVCache, num_queries: int) -> Work | None:

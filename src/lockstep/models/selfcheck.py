@@ -22,6 +22,7 @@ from lockstep.models.few_rows import for_capture, speed_up_few_rows
 from lockstep.models.fused import fuse
 from lockstep.models.kernels.rehearsal import rehearse
 from lockstep.models.kv import PAGE_SIZE, KVCache
+from lockstep.models.learner_view import learner_view
 from lockstep.models.paged import PagedStep, Segment
 from lockstep.models.routes import Replay
 from lockstep.models.routing import Routers, find_routers, install_routing
@@ -135,6 +136,7 @@ def _misfit(text: PreTrainedConfig) -> str | None:
 
 def _packed_logits(module: PreTrainedModel, probes: list[Tensor], pins: _Pins | None) -> list[Tensor]:
     view = twin(module, varlen.NAME, share=True)
+    learner_view(view)
     routing = None
     if pins is not None:
         pins.install(view)

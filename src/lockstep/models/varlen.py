@@ -25,7 +25,7 @@ from transformers import AttentionInterface
 
 from lockstep.models import kernels
 from lockstep.models.arguments import refuse_unsupported
-from lockstep.models.kv import Pages
+from lockstep.models.kv import Pages, Spans
 from lockstep.models.routing import Routing
 
 NAME, EXACT = "lockstep_varlen", "lockstep_varlen_exact"
@@ -63,6 +63,11 @@ class Packed:
         places = torch.arange(self.max_seqlen, device=self.cu_seqlens.device)
         tokens = (self.cu_seqlens[:-1, None] + places).clamp_(max=self.cu_seqlens[-1] - 1)
         return tokens.long() if self.shared is None else self.shared.spread[tokens]
+
+    @cached_property
+    def spans(self) -> Spans:
+        begins = self.cu_seqlens[:-1]
+        return Spans(begins, torch.zeros_like(begins), self.cu_seqlens.diff())
 
     @cached_property
     def layout(self) -> Layout:
@@ -158,14 +163,12 @@ class _AsTheEngine(torch.autograd.Function):
     ) -> Tensor:
         from lockstep.models.kernels.attention import prefill
 
-        cu, shared = packed.cu_seqlens, packed.shared
+        shared = packed.shared
         k, v = k.contiguous(), v.contiguous()
         query = q.contiguous() if shared is None else q.index_select(0, shared.spread)
         lse = query.new_empty(query.shape[1], len(query), dtype=torch.float32)
         cache = Pages(k[:, None], v[:, None], None, None)  # a token is a page
-        start = torch.zeros_like(cu[:-1])
-        counts, longest = cu.diff(), packed.max_seqlen
-        out = prefill(query, cache, packed.pages, start, counts, longest, scale, window, lse, exact=exact)
+        out = prefill(query, cache, packed.pages, packed.spans, packed.max_seqlen, scale, window, lse, exact=exact)
         ctx.save_for_backward(query, k, v, out, lse)
         ctx.packed, ctx.scale, ctx.window = packed, scale, window
         return out if shared is None else out.index_select(0, shared.kept)

@@ -91,6 +91,15 @@ class StraightThroughLinear(nn.Module):
         return straight_through.linear(x, self.weight, self.bias, self.current(), self.format)
 
 
+def apply_all(linears: Sequence[nn.Module], x: Tensor) -> list[Tensor]:
+    """What each of some linear layers makes of one input; straight-through ones of one format encode it once."""
+    low_bit = [part for part in linears if isinstance(part, StraightThroughLinear)]
+    if len(low_bit) < len(linears) or len({part.format for part in low_bit}) > 1:
+        return [linear(x) for linear in linears]
+    layers = [(part.weight, part.bias, part.current()) for part in low_bit]
+    return straight_through.linears(x, layers, low_bit[0].format)
+
+
 def install(
     module: PreTrainedModel, layers: Sequence[QuantizedLayer], format: Format, encoded: Mapping[str, Encoded]
 ) -> None:

@@ -9,6 +9,7 @@ and backward raises, as it does for any saved tensor.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -21,9 +22,15 @@ from lockstep.quant.format import Format
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, encoded: Encoded, format: Format) -> Tensor:
     """`format.linear` on `encoded`; the gradient goes to x, to `weight`, of which `encoded` was made, and to `bias`."""
-    y = _Linear.apply(x.flatten(0, -2), weight, encoded, format)
-    y = y if bias is None else y + bias
-    return y.unflatten(0, x.shape[:-1])
+    return linears(x, [(weight, bias, encoded)], format)[0]
+
+
+def linears(x: Tensor, layers: Sequence[tuple[Tensor, Tensor | None, Encoded]], format: Format) -> list[Tensor]:
+    """The same of several (weight, bias, encoded) that share their input: it is encoded, kept and decoded once."""
+    weights, biases, encoded = zip(*layers, strict=True)
+    found = _Linears.apply(x.flatten(0, -2), encoded, format, *weights)
+    found = [y if bias is None else y + bias for y, bias in zip(found, biases, strict=True)]
+    return [y.unflatten(0, x.shape[:-1]) for y in found]
 
 
 def grouped(x: Tensor, offsets: Tensor, weight: Tensor, encoded: Encoded, format: Format) -> Tensor:
@@ -31,35 +38,46 @@ def grouped(x: Tensor, offsets: Tensor, weight: Tensor, encoded: Encoded, format
     return _Grouped.apply(x, offsets, weight, encoded, format)
 
 
-class _Linear(torch.autograd.Function):
+class _Linears(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, encoded: Encoded, format: Format) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, encoded: Sequence[Encoded], format: Format, *weights: Tensor
+    ) -> tuple[Tensor, ...]:
         rows = format.encode_input(x)
-        _save(ctx, rows, encoded, format, weight.dtype)
-        return format.matmul(rows, encoded, x.dtype)
+        _save(ctx, rows, encoded, format, weights[0].dtype)
+        return tuple(format.matmul(rows, weight, x.dtype) for weight in encoded)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (dy,) = grads
-        wants_x, wants_weight, *_ = ctx.needs_input_grad
-        rows, encoded, _ = _saved(ctx)
-        dx = dy @ ctx.format.dequantize(encoded, dy.dtype) if wants_x else None
-        dw = (dy.mT @ ctx.format.decode_input(rows, dy.dtype)).to(ctx.weight_dtype) if wants_weight else None
-        return dx, dw, None, None
+        wants_x, _, _, *wants_weights = ctx.needs_input_grad
+        (rows, encoded, _), dtype, dx = _saved(ctx), grads[0].dtype, None
+        if wants_x:
+            for dy, weight in zip(grads, encoded, strict=True):
+                dx = _plus_product(dx, dy, ctx.format.dequantize(weight, dtype))
+        x = ctx.format.decode_input(rows, dtype) if any(wants_weights) else None
+        dw = [
+            (dy.mT @ x).to(ctx.weight_dtype) if wanted and x is not None else None
+            for dy, wanted in zip(grads, wants_weights, strict=True)
+        ]
+        return dx, None, None, *dw
+
+
+def _plus_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
+    return a @ b if total is None else total.addmm_(a, b)
 
 
 class _Grouped(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, offsets: Tensor, weight: Tensor, encoded: Encoded, format: Format) -> Tensor:
         rows = format.encode_input(x)
-        _save(ctx, rows, encoded, format, weight.dtype, offsets)
+        _save(ctx, rows, [encoded], format, weight.dtype, offsets)
         return format.grouped_matmul(rows, offsets, encoded, x.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (dy,) = grads
         wants_x, _, wants_weight, *_ = ctx.needs_input_grad
-        rows, encoded, (offsets,) = _saved(ctx)
+        rows, (encoded,), (offsets,) = _saved(ctx)
         dx = rows_by_expert(dy, offsets, ctx.format.dequantize(encoded, dy.dtype)) if wants_x else None
         x = ctx.format.decode_input(rows, dy.dtype) if wants_weight else None
         dw = None if x is None else weights_by_expert(dy, x, offsets).to(ctx.weight_dtype)
@@ -67,16 +85,20 @@ class _Grouped(torch.autograd.Function):
 
 
 def _save(
-    ctx: Any, rows: tuple[Tensor, ...], encoded: Encoded, format: Format, dtype: torch.dtype, *more: Tensor
+    ctx: Any, rows: tuple[Tensor, ...], encoded: Sequence[Encoded], format: Format, dtype: torch.dtype, *more: Tensor
 ) -> None:
-    ctx.save_for_backward(encoded.codes, encoded.scales, *rows, *more)
-    ctx.shape, ctx.format, ctx.weight_dtype, ctx.num_rows = encoded.shape, format, dtype, len(rows)
+    codes = [tensor for weight in encoded for tensor in (weight.codes, weight.scales)]
+    ctx.save_for_backward(*codes, *rows, *more)
+    ctx.shapes, ctx.format, ctx.weight_dtype = [weight.shape for weight in encoded], format, dtype
+    ctx.num_rows = len(rows)
 
 
-def _saved(ctx: Any) -> tuple[tuple[Tensor, ...], Encoded, tuple[Tensor, ...]]:
-    """Encoded input, weight, and what else was saved: read once, for activation checkpointing allows no more."""
-    codes, scales, *rest = ctx.saved_tensors
-    return tuple(rest[: ctx.num_rows]), Encoded(codes, scales, ctx.shape), tuple(rest[ctx.num_rows :])
+def _saved(ctx: Any) -> tuple[tuple[Tensor, ...], list[Encoded], tuple[Tensor, ...]]:
+    """Encoded input, weights, and what else was saved: read once, for activation checkpointing allows no more."""
+    saved, num = iter(ctx.saved_tensors), ctx.num_rows
+    encoded = [Encoded(next(saved), next(saved), shape) for shape in ctx.shapes]
+    rest = tuple(saved)
+    return rest[:num], encoded, rest[num:]
 
 
 def rows_by_expert(dy: Tensor, offsets: Tensor, weight: Tensor) -> Tensor:

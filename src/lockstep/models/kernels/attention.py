@@ -29,7 +29,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lockstep.models.kv import Pages
+from lockstep.models.kv import Pages, Spans
 from lockstep.models.paged import MEMBERS, Shared
 from lockstep.quant.kernels.triton_decode import FROM_E4M3
 from lockstep.quant.kernels.triton_tiles import DEPENDENT, await_inputs, let_next_start, multiprocessors
@@ -109,8 +109,7 @@ def prefill(
     query_NHD: Tensor,
     cache: Pages,
     pages_BP: Tensor,
-    start_B: Tensor,
-    count_B: Tensor,
+    spans: Spans,
     longest: int,
     scale: float,
     window: int | None,
@@ -118,16 +117,14 @@ def prefill(
     *,
     exact: bool = False,
 ) -> Tensor:
-    """`count` queries per sequence, end to end, from position `start` on; each sees the keys up to its own. The log of
-    each one's sum of exponentials goes to `lse`."""
+    """Of at most `longest` queries per sequence; each sees the keys up to its own. The log of each one's sum of
+    exponentials goes to `lse`."""
     _, num_queries, size = query_NHD.shape
     _, page_size, heads, _ = cache.keys.shape
     out = torch.empty_like(query_NHD)
-    first_B = count_B.cumsum(0) - count_B
-    start_B, count_B = start_B.contiguous(), count_B.contiguous()
     stages = 3 if size * query_NHD.element_size() <= 256 else 2  # more would not fit
-    _prefill[triton.cdiv(longest, PREFILLED), num_queries, len(count_B)](
-        query_NHD, *cache, pages_BP, first_B, start_B, count_B, out, lse_HN, len(query_NHD), scale * LOG2E,
+    _prefill[triton.cdiv(longest, PREFILLED), num_queries, len(pages_BP)](
+        query_NHD, *cache, pages_BP, *spans, out, lse_HN, len(query_NHD), scale * LOG2E,
         pages_BP.stride(0), HQ=num_queries, H=heads, D=size, S=page_size, BLOCK_M=PREFILLED, BLOCK_N=BLOCK,
         WINDOW=window or 0, PRECISION=_precision(query_NHD), EXACT=exact, num_warps=4, num_stages=stages,
         enable_fp_fusion=not exact,

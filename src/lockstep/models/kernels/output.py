@@ -50,30 +50,51 @@ def tile_sizes(device: torch.device) -> list[int]:
 
 def survey(logits_MV: Tensor, temperature_M: Tensor) -> tuple[Tensor, Tensor]:
     """Of every piece of a row, the largest logit and the mass relative to it, [M, pieces]."""
-    rows, vocab = logits_MV.shape
-    pieces = cdiv(vocab, PIECE)
-    top, mass = logits_MV.new_empty(2, rows, pieces, dtype=torch.float32)
-    _survey[rows, pieces](
-        logits_MV, temperature_M, top, mass, vocab, pieces, PIECE=PIECE, DEPENDENT=DEPENDENT, launch_pdl=DEPENDENT,
-        num_warps=4, enable_fp_fusion=False,
-    )  # fmt: skip
+    top, mass = logits_MV.new_empty(2, len(logits_MV), cdiv(logits_MV.shape[1], PIECE), dtype=torch.float32)
+    _launch_survey(logits_MV, temperature_M, top, mass, None)
     return top, mass
 
 
-def log_probs(logits_MV: Tensor, tokens_M: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """(log-prob of each row's token, log of the sum of exponentials), as `rollout.kernels.draw` has them."""
+def _launch_survey(logits_MV: Tensor, temperature_M: Tensor, top: Tensor, mass: Tensor, moment: Tensor | None) -> None:
+    (rows, vocab), pieces = logits_MV.shape, top.shape[1]
+    _survey[rows, pieces](
+        logits_MV, temperature_M, top, mass, moment, vocab, pieces, PIECE=PIECE, DEPENDENT=DEPENDENT,
+        launch_pdl=DEPENDENT, num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+def log_probs(logits_MV: Tensor, tokens_M: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    """(log-prob of each row's token and log of the sum of exponentials, as `rollout.kernels.draw` has them, and the
+    row's entropy)."""
     logits_MV = logits_MV.contiguous()
     rows, vocab = logits_MV.shape
-    logp, lse = logits_MV.new_empty(2, rows, dtype=torch.float32)
+    logp, lse, entropy = logits_MV.new_empty(3, rows, dtype=torch.float32)
     if rows:
         temperature_M = logits_MV.new_full((rows,), temperature, dtype=torch.float32)
-        top, mass = survey(logits_MV, temperature_M)
-        pieces = top.shape[1]
+        pieces = cdiv(vocab, PIECE)
+        top, mass, moment = logits_MV.new_empty(3, rows, pieces, dtype=torch.float32)
+        _launch_survey(logits_MV, temperature_M, top, mass, moment)
         _log_probs[(rows,)](
-            logits_MV, temperature_M, tokens_M.contiguous(), top, mass, logp, lse, vocab, pieces,
+            logits_MV, temperature_M, tokens_M.contiguous(), top, mass, moment, logp, lse, entropy, vocab, pieces,
             PIECES=triton.next_power_of_2(pieces), num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
-    return logp, lse
+    return logp, lse, entropy
+
+
+def log_prob_gradients(
+    logits_MV: Tensor, tokens_M: Tensor, lse_M: Tensor, grad_M: Tensor, temperature: float, dtype: torch.dtype
+) -> Tensor:
+    """d logp / d logits · grad = (onehot(token) − softmax) · grad / T, in `dtype`: in the logits' own memory, if these
+    have it already."""
+    logits_MV = logits_MV.contiguous()
+    rows, vocab = logits_MV.shape
+    found = logits_MV if logits_MV.dtype == dtype else torch.empty_like(logits_MV, dtype=dtype)
+    if rows:
+        _log_prob_gradients[rows, cdiv(vocab, PIECE)](
+            logits_MV, tokens_M.contiguous(), lse_M, grad_M.contiguous(), found, temperature, vocab, PIECE=PIECE,
+            num_warps=4,
+        )  # fmt: skip
+    return found
 
 
 @triton.jit(do_not_specialize=["M", "row_tiles"])
@@ -100,7 +121,8 @@ def _linear(
 
 @triton.jit
 def _survey(
-    logits_ptr, temperature_ptr, top_ptr, mass_ptr, vocab, pieces, PIECE: tl.constexpr, DEPENDENT: tl.constexpr
+    logits_ptr, temperature_ptr, top_ptr, mass_ptr, moment_ptr, vocab, pieces, PIECE: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     let_next_start(DEPENDENT)
     await_inputs(DEPENDENT)
@@ -110,19 +132,38 @@ def _survey(
     top = tl.max(x, 0)
     shift = tl.where(top == float("-inf"), 0.0, top)
     tl.store(top_ptr + row * pieces + piece, top)
-    tl.store(mass_ptr + row * pieces + piece, tl.sum(tl.exp(x - shift), 0))
+    mass = tl.exp(x - shift)
+    tl.store(mass_ptr + row * pieces + piece, tl.sum(mass, 0))
+    if moment_ptr is not None:
+        tl.store(moment_ptr + row * pieces + piece, tl.sum(mass * tl.where(mass == 0, 0.0, x - shift), 0))
 
 
 @triton.jit
 def _log_probs(
-    logits_ptr, temperature_ptr, tokens_ptr, top_ptr, mass_ptr, logp_ptr, lse_ptr, vocab, pieces, PIECES: tl.constexpr
+    logits_ptr, temperature_ptr, tokens_ptr, top_ptr, mass_ptr, moment_ptr, logp_ptr, lse_ptr, entropy_ptr, vocab,
+    pieces, PIECES: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    _, top, masses = masses_of_pieces(top_ptr, mass_ptr, row, pieces, PIECES)
+    row, p = tl.program_id(0).to(tl.int64), tl.arange(0, PIECES)
+    tops, top, masses = masses_of_pieces(top_ptr, mass_ptr, row, pieces, PIECES)
     total = tl.sum(masses, 0)
     logit = scaled_logits(logits_ptr, temperature_ptr, row, tl.load(tokens_ptr + row), vocab)
     tl.store(logp_ptr + row, log_prob(logit, top, total))
     tl.store(lse_ptr + row, top + tl.log(total).to(tl.float32))
+    moments = tl.load(moment_ptr + row * pieces + p, mask=p < pieces, other=0.0) * tl.exp(tops - top)
+    moments += masses * tl.where(masses == 0, 0.0, tops - top)  # of logits less the largest of the row
+    tl.store(entropy_ptr + row, (tl.log(total) - tl.sum(moments, 0) / total).to(tl.float32))
+
+
+@triton.jit
+def _log_prob_gradients(
+    logits_ptr, tokens_ptr, lse_ptr, grad_ptr, found_ptr, temperature, vocab, PIECE: tl.constexpr
+):  # fmt: skip
+    row, place = tl.program_id(0).to(tl.int64), tl.program_id(1) * PIECE + tl.arange(0, PIECE)
+    x = tl.load(logits_ptr + row * vocab + place, mask=place < vocab, other=float("-inf")).to(tl.float32)
+    probability = tl.exp(x / temperature - tl.load(lse_ptr + row))
+    chosen = tl.where(place == tl.load(tokens_ptr + row), 1.0, 0.0)
+    grad = tl.load(grad_ptr + row) / temperature
+    tl.store(found_ptr + row * vocab + place, (chosen - probability) * grad, mask=place < vocab)
 
 
 @triton.jit

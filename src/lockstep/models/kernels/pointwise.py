@@ -42,6 +42,13 @@ def add_rms_norm(
     return _norm(x, residual, weight, eps, code)
 
 
+def normed(x: Tensor, weight: Tensor, eps: float, *, exact: bool) -> Tensor:
+    """`rms_norm`, or that of `Exact`, as a tensor."""
+    found = _norm(x, None, weight, eps, None, exact)[1]
+    assert isinstance(found, Tensor)
+    return found
+
+
 def _norm(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, code: InputCode | None, exact: bool = False
 ) -> tuple[Tensor, Rows]:
@@ -52,7 +59,7 @@ def _norm(
     block = max(GROUP, triton.next_power_of_2(size))
     _rms_norm[(x.numel() // size,)](
         x, residual, weight, total, *_pointers(normed), eps, size, BLOCK=block, LINE=_line(code, block), EXACT=exact,
-        DEPENDENT=DEPENDENT, launch_pdl=DEPENDENT, num_warps=_warps(block), enable_fp_fusion=False,
+        DEPENDENT=DEPENDENT, launch_pdl=DEPENDENT, num_warps=warps(block), enable_fp_fusion=False,
     )  # fmt: skip
     return total, normed
 
@@ -76,7 +83,7 @@ def gated_silu(gate_up: Tensor, code: InputCode | None = None) -> Rows:
     block = 1024
     _gated_silu[gate_up.numel() // both, triton.cdiv(size, block)](
         gate_up, *_pointers(gated), size, BLOCK=block, LINE=_line(code, block),
-        DEPENDENT=DEPENDENT, launch_pdl=DEPENDENT, num_warps=_warps(block),
+        DEPENDENT=DEPENDENT, launch_pdl=DEPENDENT, num_warps=warps(block),
     )  # fmt: skip
     return gated
 
@@ -98,7 +105,7 @@ def _line(code: InputCode | None, block: int) -> int:
     return GROUP if code is not None and code.grouped else block
 
 
-def _warps(block: int) -> int:
+def warps(block: int) -> int:
     """Eight values a thread: a row alone on its multiprocessor needs many to hide that they wait for memory."""
     return min(32, block // 256) or 1
 
@@ -203,7 +210,8 @@ def _gated_silu(
     let_next_start(DEPENDENT)
     await_inputs(DEPENDENT)
     row, d = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    value = _gated(x_ptr + row * 2 * size, d, size)
+    gate_ptr = x_ptr + row * 2 * size
+    value = gated(gate_ptr, gate_ptr + size, d, size)
     _hand_on(value, out_ptr, codes_ptr, scales_ptr, row, tl.program_id(1), size, BLOCK, LINE)
 
 
@@ -218,7 +226,8 @@ def _gated_row(
     values = ()
     largest = tl.zeros((PIECE,), tl.int32)
     for piece in tl.static_range(PIECES):
-        value = _gated(x_ptr + row * 2 * size, piece * PIECE + d, size).to(tl.float32)
+        gate_ptr = x_ptr + row * 2 * size
+        value = gated(gate_ptr, gate_ptr + size, piece * PIECE + d, size).to(tl.float32)
         largest = tl.maximum(largest, tl.abs(value).to(tl.int32, bitcast=True))
         values = values + (value,)  # noqa: RUF005 - Triton has no starred expressions
     scale = scale_of(tl.max(largest, 0).to(tl.float32, bitcast=True), codes_ptr)
@@ -229,11 +238,11 @@ def _gated_row(
 
 
 @triton.jit
-def _gated(x_ptr, d, size):
-    """silu(gate) · up of a row, at d."""
-    kind = x_ptr.dtype.element_ty
-    gate = tl.load(x_ptr + d, mask=d < size, other=0.0).to(tl.float32)
-    up = tl.load(x_ptr + size + d, mask=d < size, other=0.0).to(tl.float32)
+def gated(gate_ptr, up_ptr, d, size):
+    """silu(gate) · up, at d."""
+    kind = gate_ptr.dtype.element_ty
+    gate = tl.load(gate_ptr + d, mask=d < size, other=0.0).to(tl.float32)
+    up = tl.load(up_ptr + d, mask=d < size, other=0.0).to(tl.float32)
     gate = (gate / (1 + tl.exp(-gate))).to(kind).to(tl.float32)
     return (gate * up).to(kind)
 
@@ -275,7 +284,7 @@ def _normed(x, partner, weight_ptr, d, other, eps, kind: tl.constexpr, D: tl.con
 
 
 @triton.jit
-def _rotated(
+def rotated_heads(
     x_ptr, weight_ptr, cos, sin, sign, heads, d, other, eps, kind: tl.constexpr, H: tl.constexpr, D: tl.constexpr,
     NORM: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
@@ -308,11 +317,11 @@ def _rotate_and_store(
         sin = tl.load(sin_ptr + token * D + d).to(tl.float32)
         row = qkv_ptr + token * stride
 
-        q = _rotated(row + head * G * D, query_norm_ptr, cos, sin, sign, g, d, other, eps, kind, G, D, NORM, EXACT)
+        q = rotated_heads(row + head * G * D, query_norm_ptr, cos, sin, sign, g, d, other, eps, kind, G, D, NORM, EXACT)
         tl.store(query_ptr + ((token * H + head) * G + g[:, None]) * D + d, q, mask=(g < G)[:, None])
         slot = tl.load(slots_ptr + token).to(tl.int64)
         slot, scale = slot * H + head, (slot // S * H + head) * S + slot % S
-        k = _rotated(
+        k = rotated_heads(
             row + (H * G + head) * D, key_norm_ptr, cos, sin, sign, one, d, other, eps, kind, 1, D, NORM, EXACT
         )
         _store(keys_ptr, key_scales_ptr, slot, scale, k, one, d, D)
