@@ -83,7 +83,7 @@ def test_experts_that_rounding_chooses_are_no_reason_to_refuse(monkeypatch: pyte
             weight.copy_(weight[:1] * (1 + 1e-7 * torch.randn(len(weight), 1)))
     self_check(module)
     monkeypatch.setattr(selfcheck, "find_routers", lambda module: None)
-    with pytest.raises(ConfigError, match=r"(packed|paged) log-probs differ from plain transformers by"):
+    with pytest.raises(ConfigError, match=r"(packed|paged) logits differ from plain transformers' by"):
         self_check(module)
 
 
@@ -133,15 +133,23 @@ def test_a_model_whose_arithmetic_differs_is_refused(monkeypatch: pytest.MonkeyP
         return attend(*args[:-1], args[-1] * 1.05)
 
     monkeypatch.setattr(paged, "_attend", wrong)
-    with pytest.raises(ConfigError, match="paged log-probs differ from plain transformers by"):
+    with pytest.raises(ConfigError, match="paged logits differ from plain transformers' by"):
         self_check(small())
+
+
+def test_large_logits_are_no_reason_to_refuse() -> None:
+    """In bfloat16 those of a trained model, of 30 and more, are rounded to steps of an eighth and more."""
+    module = small().bfloat16()
+    with torch.no_grad():
+        module.model.norm.weight.mul_(20)
+    self_check(module)
 
 
 def test_a_model_that_gives_nan_is_refused() -> None:
     module = small()
     with torch.no_grad():
         module.model.norm.weight.fill_(torch.nan)
-    with pytest.raises(ConfigError, match="differ from plain transformers by nan"):
+    with pytest.raises(ConfigError, match="differ from plain transformers' by nan"):
         self_check(module)
 
 
