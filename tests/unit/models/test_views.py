@@ -139,10 +139,14 @@ def test_a_model_whose_arithmetic_differs_is_refused(monkeypatch: pytest.MonkeyP
 
 def test_large_logits_are_no_reason_to_refuse() -> None:
     """In bfloat16 those of a trained model, of 30 and more, are rounded to steps of an eighth and more."""
-    module = small().bfloat16()
-    with torch.no_grad():
-        module.model.norm.weight.mul_(20)
-    self_check(module)
+    torch.manual_seed(0)
+    logits = 8 * torch.randn(5, 1000)
+    rounded = logits.bfloat16()
+    assert (logits.log_softmax(-1) - rounded.float().log_softmax(-1)).abs().max() > 0.05
+    assert selfcheck._distance(logits, rounded) < 0.01
+    assert selfcheck._distance(logits / 100, (logits / 100).bfloat16()) < 0.01
+    assert selfcheck._distance(logits, logits + 3) < 1e-5  # the same probabilities
+    assert selfcheck._distance(logits, 1.05 * logits) > 0.04
 
 
 def test_a_model_that_gives_nan_is_refused() -> None:
