@@ -2,7 +2,7 @@
 
     python scripts/learner_time.py
 
-Prints a table for docs/benchmarks/mismatch.md. Learners take turns; a step has the same random tokens for all of them.
+Prints a table for docs/benchmarks/learner.md. Learners take turns; a step has the same random tokens for all of them.
 Prompts are random too, so that no two answers have one in common, which a learner would compute once.
 """
 
