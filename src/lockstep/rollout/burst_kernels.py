@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lockstep.quant.kernels.triton_tiles import DEPENDENT, await_inputs, let_next_start
+from lockstep.quant.kernels.triton_tiles import DEPENDENT, await_inputs, cdiv, let_next_start, power_of_2
 from lockstep.rollout.burst_state import Places, State
 
 
@@ -26,9 +26,9 @@ def look_up(state: State, table: Tensor, ints: Tensor, floats: Tensor, page_size
 
 def move_on(state: State, drawn_B: Tensor, logp_B: Tensor, ends_E: Tensor, tokens_SB: Tensor, logps_SB: Tensor) -> None:
     size, block, ends = len(drawn_B), 128, len(ends_E)
-    _move_on[(triton.cdiv(size, block),)](
+    _move_on[(cdiv(size, block),)](
         *state[1:], drawn_B, logp_B, ends_E, tokens_SB, logps_SB, size, ends, tokens_SB.stride(0), BLOCK=block,
-        ENDS=triton.next_power_of_2(ends), DEPENDENT=DEPENDENT, launch_pdl=DEPENDENT, num_warps=4,
+        ENDS=power_of_2(ends), DEPENDENT=DEPENDENT, launch_pdl=DEPENDENT, num_warps=4,
     )  # fmt: skip
 
 

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lockstep.models.kernels.output import PIECE, log_prob, masses_of_pieces, scaled_logits, survey
-from lockstep.quant.kernels.triton_tiles import DEPENDENT, await_inputs, let_next_start
+from lockstep.quant.kernels.triton_tiles import DEPENDENT, await_inputs, let_next_start, power_of_2
 
 
 def draw(
@@ -31,7 +31,7 @@ def draw(
     logp = logits_BV.new_empty(batch, dtype=torch.float32)
     _pick[(batch,)](
         logits_BV, temperature_B, greedy_B, seed_B.contiguous(), position_B, top, mass, tokens, logp, vocab, pieces,
-        PIECE=PIECE, PIECES=triton.next_power_of_2(pieces), DEPENDENT=DEPENDENT, launch_pdl=DEPENDENT, num_warps=4,
+        PIECE=PIECE, PIECES=power_of_2(pieces), DEPENDENT=DEPENDENT, launch_pdl=DEPENDENT, num_warps=4,
         enable_fp_fusion=False,
     )  # fmt: skip
     return tokens, logp

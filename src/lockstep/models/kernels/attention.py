@@ -32,7 +32,13 @@ from torch import Tensor
 from lockstep.models.kv import Pages, Spans
 from lockstep.models.paged import MEMBERS, Shared
 from lockstep.quant.kernels.triton_decode import FROM_E4M3
-from lockstep.quant.kernels.triton_tiles import DEPENDENT, await_inputs, let_next_start, multiprocessors
+from lockstep.quant.kernels.triton_tiles import (
+    DEPENDENT,
+    await_inputs,
+    cdiv,
+    let_next_start,
+    multiprocessors,
+)
 
 LOG2E, LN2 = 1.4426950408889634, tl.constexpr(0.6931471805599453)
 GRID = tl.constexpr(1.5 * 2**9)  # added and taken away again, it rounds a float32 to multiples of 2^-14
@@ -75,7 +81,7 @@ def decode(
     out = torch.empty_like(query_BHD)
     splits, common = num_splits(batch * heads, processors), 0
     if shared is not None:
-        common = fill(triton.cdiv(batch, MEMBERS) * heads, processors)
+        common = fill(cdiv(batch, MEMBERS) * heads, processors)
     pieces, queries = splits + common, (MEMBERS if common else 1) * group
     tile = choose_tile(batch * heads, processors, queries, size, query_BHD.element_size(), exact)
     whole = None if common else out  # with common pieces nobody's result is of one, and not to write it saves registers
@@ -123,7 +129,7 @@ def prefill(
     _, page_size, heads, _ = cache.keys.shape
     out = torch.empty_like(query_NHD)
     stages = 3 if size * query_NHD.element_size() <= 256 else 2  # more would not fit
-    _prefill[triton.cdiv(longest, PREFILLED), num_queries, len(pages_BP)](
+    _prefill[cdiv(longest, PREFILLED), num_queries, len(pages_BP)](
         query_NHD, *cache, pages_BP, *spans, out, lse_HN, len(query_NHD), scale * LOG2E,
         pages_BP.stride(0), HQ=num_queries, H=heads, D=size, S=page_size, BLOCK_M=PREFILLED, BLOCK_N=BLOCK,
         WINDOW=window or 0, PRECISION=_precision(query_NHD), EXACT=exact, num_warps=4, num_stages=stages,
@@ -137,12 +143,12 @@ def num_splits(programs: int, processors: int) -> int:
     matters little whose keys are many. From DENSE for each multiprocessor on, nothing is gained."""
     if programs <= SPARSE * processors:
         return fill(programs, AT_ONCE * processors)
-    return triton.cdiv(DENSE * processors, programs)
+    return cdiv(DENSE * processors, programs)
 
 
 def uncut(heads: int, device: torch.device) -> int:
     """How many sequences no longer have their keys cut, if 512 are not fewer."""
-    return min(512, triton.cdiv(DENSE * multiprocessors(device), heads))
+    return min(512, cdiv(DENSE * multiprocessors(device), heads))
 
 
 def fill(programs: int, places: int) -> int:

@@ -39,7 +39,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from lockstep.models.kernels.attention import LOG2E
 from lockstep.models.kv import Pages
 from lockstep.quant.kernels.gluon_ring import SWIZZLED, async_load, barriers, places, reinterpret, thread_barrier
-from lockstep.quant.kernels.triton_tiles import cdiv, multiprocessors
+from lockstep.quant.kernels.triton_tiles import cdiv, multiprocessors, power_of_2
 
 LINE = gl.constexpr(64)  # of a head: what is copied, and multiplied, at a time
 KEYS = gl.constexpr(64)  # of a block
@@ -79,7 +79,7 @@ def deal(lengths_B: Tensor, heads: int, page_size: int) -> Work:
     sizes = [batch + 3, batch + 1, shares + 1, shares + 1, 1, batch * heads]
     work = Work(*torch.empty(sum(sizes), dtype=torch.int32, device=lengths_B.device).split(sizes))
     _deal[(cdiv(shares + 1, SOME),)](
-        lengths_B, *work, batch, shares, S=page_size, H=heads, BLOCK=max(256, triton.next_power_of_2(batch + 3)),
+        lengths_B, *work, batch, shares, S=page_size, H=heads, BLOCK=max(256, power_of_2(batch + 3)),
         SOME=SOME, num_warps=4,
     )  # fmt: skip
     return work
@@ -96,7 +96,7 @@ def decode(query_BHD: Tensor, cache: Pages, pages_BP: Tensor, work: Work, scale:
     keys, values = (TensorDescriptor.from_tensor(x.view(-1, heads * size), box, SWIZZLED.value) for x in cache[:2])
     _decode[(shares * heads,)](
         keys, values, query_BHD, pages_BP, *work, out, pieces, scale * LOG2E, pages_BP.stride(0), batch, H=heads,
-        G=group, D=size, S=page_size, STAGES=STAGES, COLUMNS=max(8, triton.next_power_of_2(group)), num_warps=4,
+        G=group, D=size, S=page_size, STAGES=STAGES, COLUMNS=max(8, power_of_2(group)), num_warps=4,
         maxnreg=128, launch_pdl=True,
     )  # fmt: skip
     return out

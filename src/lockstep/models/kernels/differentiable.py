@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lockstep.models.kernels import pointwise
 from lockstep.models.kernels.pointwise import gated, rotated_heads, warps
-from lockstep.quant.kernels.triton_tiles import cdiv, multiprocessors
+from lockstep.quant.kernels.triton_tiles import cdiv, multiprocessors, power_of_2
 
 HEADS, TOKENS = 8, 4  # that a program rotates: at once, and one after the other
 BLOCK = 1024  # values of gates
@@ -61,7 +61,7 @@ class _RMSNorm(torch.autograd.Function):
         rows, dx = x.numel() // size, torch.empty_like(x)
         programs = min(rows, AT_ONCE * multiprocessors(x.device))
         dweights = weight.new_empty(programs, size, dtype=torch.float32)
-        block = triton.next_power_of_2(size)
+        block = power_of_2(size)
         if rows:
             _rms_norm_gradient[(programs,)](
                 x, weight, dy, dx, dweights, ctx.eps, rows, size, BLOCK=block, num_warps=warps(block)
@@ -127,7 +127,7 @@ class _GatedSilu(torch.autograd.Function):
 
 
 def _heads(heads: int) -> int:
-    return min(HEADS, triton.next_power_of_2(heads))
+    return min(HEADS, power_of_2(heads))
 
 
 @triton.jit(do_not_specialize=["rows"])

@@ -16,6 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lockstep.quant.kernels.triton_tiles import cdiv, power_of_2
+
 MOST_ROWS = 64  # for each expert on average; above, the library's grouped product is faster
 
 
@@ -36,11 +38,11 @@ def product(x: Tensor, weight_EOI: Tensor, order: Tensor, offsets: Tensor, top_k
     num_experts, outputs, inputs = weight_EOI.shape
     rows = len(order)
     y = x.new_empty(rows, outputs)
-    block = min(64, max(16, triton.next_power_of_2(2 * rows // num_experts)))
-    grid = triton.cdiv(outputs, 128), triton.cdiv(rows, block) + min(num_experts, rows)
+    block = min(64, max(16, power_of_2(2 * rows // num_experts)))
+    grid = cdiv(outputs, 128), cdiv(rows, block) + min(num_experts, rows)
     _product[grid](
         x, weight_EOI, y, order, offsets, inputs, outputs, num_experts, top_k,
-        EXPERTS=triton.next_power_of_2(num_experts), GATHER=gather, BM=block, BN=128, BK=64,
+        EXPERTS=power_of_2(num_experts), GATHER=gather, BM=block, BN=128, BK=64,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32", num_warps=4, num_stages=5,
     )  # fmt: skip
     return y
@@ -56,7 +58,7 @@ def combine(y: Tensor, weights_Nk: Tensor, order: Tensor | None = None) -> Tenso
     if order is not None:
         place = torch.empty_like(order)
         place[order] = torch.arange(len(order), dtype=order.dtype, device=order.device)
-    _combine[num_tokens, triton.cdiv(outputs, 1024)](
+    _combine[num_tokens, cdiv(outputs, 1024)](
         y, weights_Nk.contiguous(), place, out, outputs, K=top_k, BLOCK=1024, num_warps=4, enable_fp_fusion=False
     )
     return out

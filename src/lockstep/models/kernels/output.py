@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lockstep.quant.kernels.triton_tiles import DEPENDENT, await_inputs, cdiv, let_next_start
+from lockstep.quant.kernels.triton_tiles import DEPENDENT, await_inputs, cdiv, let_next_start, power_of_2
 
 PIECE = 4096  # of a row of logits
 TOKENS, WIDTH = 128, 64  # of a tile: outputs, and what of K is multiplied at a time
@@ -76,7 +76,7 @@ def log_probs(logits_MV: Tensor, tokens_M: Tensor, temperature: float) -> tuple[
         _launch_survey(logits_MV, temperature_M, top, mass, moment)
         _log_probs[(rows,)](
             logits_MV, temperature_M, tokens_M.contiguous(), top, mass, moment, logp, lse, entropy, vocab, pieces,
-            PIECES=triton.next_power_of_2(pieces), num_warps=4, enable_fp_fusion=False,
+            PIECES=power_of_2(pieces), num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
     return logp, lse, entropy
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from lockstep.models.kv import LARGEST_E4M3, Pages
 from lockstep.quant.inputs import EncodedInput, InputCode, Rows
 from lockstep.quant.kernels.triton_rows import codes_of, empty_codes, scale_of, store_codes
-from lockstep.quant.kernels.triton_tiles import DEPENDENT, GROUP, await_inputs, let_next_start
+from lockstep.quant.kernels.triton_tiles import DEPENDENT, GROUP, await_inputs, cdiv, let_next_start, power_of_2
 
 LARGEST = tl.constexpr(LARGEST_E4M3)
 FEW_TOKENS, SOME_TOKENS = 2048, 8  # from how many on a program rotates so many: else starting it takes longest
@@ -56,7 +56,7 @@ def _norm(
     total = x if residual is None else torch.empty_like(x)
     residual = None if residual is None else residual.contiguous()
     normed = _empty(x.shape, x, code)
-    block = max(GROUP, triton.next_power_of_2(size))
+    block = max(GROUP, power_of_2(size))
     _rms_norm[(x.numel() // size,)](
         x, residual, weight, total, *_pointers(normed), eps, size, BLOCK=block, LINE=_line(code, block), EXACT=exact,
         DEPENDENT=DEPENDENT, launch_pdl=DEPENDENT, num_warps=warps(block), enable_fp_fusion=False,
@@ -76,12 +76,12 @@ def gated_silu(gate_up: Tensor, code: InputCode | None = None) -> Rows:
     gated = _empty(torch.Size([*lead, size]), gate_up, code)
     if code is not None and not code.grouped:
         _gated_row[gate_up.numel() // both,](
-            gate_up, *_pointers(gated)[1:], size, PIECE=PIECE, PIECES=triton.cdiv(size, PIECE),
+            gate_up, *_pointers(gated)[1:], size, PIECE=PIECE, PIECES=cdiv(size, PIECE),
             DEPENDENT=DEPENDENT, launch_pdl=DEPENDENT, num_warps=32,
         )  # fmt: skip
         return gated
     block = 1024
-    _gated_silu[gate_up.numel() // both, triton.cdiv(size, block)](
+    _gated_silu[gate_up.numel() // both, cdiv(size, block)](
         gate_up, *_pointers(gated), size, BLOCK=block, LINE=_line(code, block),
         DEPENDENT=DEPENDENT, launch_pdl=DEPENDENT, num_warps=warps(block),
     )  # fmt: skip
@@ -139,9 +139,9 @@ def rotate_and_store(
     query_norm, key_norm = norms if norms is not None else (qkv_N, qkv_N)
     group = num_queries // heads
     tokens = 1 if num_tokens <= FEW_TOKENS else SOME_TOKENS
-    _rotate_and_store[triton.cdiv(num_tokens, tokens), heads](
+    _rotate_and_store[cdiv(num_tokens, tokens), heads](
         qkv_N, query_norm, key_norm, cos, sin, slots_N, query, *cache, eps, qkv_N.stride(0), num_tokens, TOKENS=tokens,
-        H=heads, G=group, GP=triton.next_power_of_2(group), D=size, S=cache.keys.shape[1], NORM=norms is not None,
+        H=heads, G=group, GP=power_of_2(group), D=size, S=cache.keys.shape[1], NORM=norms is not None,
         EXACT=exact, DEPENDENT=DEPENDENT, launch_pdl=DEPENDENT, num_warps=1, enable_fp_fusion=False,
     )  # fmt: skip
     return query

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lockstep.quant.inputs import InputCode
-from lockstep.quant.kernels.triton_tiles import DEPENDENT, GROUP, await_inputs, cdiv, let_next_start
+from lockstep.quant.kernels.triton_tiles import DEPENDENT, GROUP, await_inputs, cdiv, let_next_start, power_of_2
 
 INT8_MAX, INT8_MIN_SCALE = tl.constexpr(127.0), tl.constexpr(2.0**-126)
 FP8_MAX, FP8_MIN_SCALE = tl.constexpr(448.0), tl.constexpr(1 / (448 * 512))
@@ -48,8 +48,8 @@ def _quantize(x: Tensor, code: InputCode) -> tuple[Tensor, Tensor]:
     K = x.shape[-1]
     x = x.contiguous()
     codes, scales = empty_codes(x.shape, code, x.device)
-    W = GROUP if code.grouped else triton.next_power_of_2(K)
-    G = triton.next_power_of_2(cdiv(K, W))
+    W = GROUP if code.grouped else power_of_2(K)
+    G = power_of_2(cdiv(K, W))
     if x.numel():
         warps = min(32, max(1, W * G // 512))
         _quantize_row[(x.numel() // K,)](
