@@ -32,13 +32,7 @@ from torch import Tensor
 from lockstep.models.kv import Pages, Spans
 from lockstep.models.paged import MEMBERS, Shared
 from lockstep.quant.kernels.triton_decode import FROM_E4M3
-from lockstep.quant.kernels.triton_tiles import (
-    DEPENDENT,
-    await_inputs,
-    cdiv,
-    let_next_start,
-    multiprocessors,
-)
+from lockstep.quant.kernels.triton_tiles import DEPENDENT, await_inputs, cdiv, let_next_start, multiprocessors
 
 LOG2E, LN2 = 1.4426950408889634, tl.constexpr(0.6931471805599453)
 GRID = tl.constexpr(1.5 * 2**9)  # added and taken away again, it rounds a float32 to multiples of 2^-14
