@@ -62,7 +62,7 @@ def learner(path: str, rollout: dict[str, Any]) -> LearnerCore:
 def unfused() -> Iterator[None]:
     """What is made, or run, meanwhile has no kernels between its products and behind its logits."""
     with (
-        patch.object(roles, "learner_view", lambda module: use_attention(module, varlen.NAME)),
+        patch.object(roles, "use_learner_view", lambda module: use_attention(module, varlen.NAME)),
         patch.object(head, "_has_kernels", lambda transform, device: False),
     ):
         yield

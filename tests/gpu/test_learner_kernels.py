@@ -31,11 +31,14 @@ from transformers import (
 from kernel_support import DEVICE, DTYPES, MARKS
 from lockstep.data.packing import collate, example_row
 from lockstep.learner.scoring import score
+from lockstep.models import varlen
 from lockstep.models.head import install_head
-from lockstep.models.learner_view import learner_view
+from lockstep.models.learner_view import use_learner_view
+from lockstep.models.twins import use_attention
 
 pytestmark = MARKS
-LOOSE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}  # relative, of a whole tensor
+LOOSE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}  # relative, of a whole tensor
+KINDS = [*DTYPES, *([torch.float16] if DEVICE.type == "cuda" else [])]
 EPS = 1e-6
 
 
@@ -62,7 +65,7 @@ def plain_norm(x: Tensor, weight: Tensor) -> Tensor:
     return weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", KINDS)
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("shape", [(3, 40, 192), (1, 2500, 64), (1, 1, 1024), (2, 0, 64)])
 def test_norms(shape: tuple[int, ...], exact: bool, dtype: torch.dtype) -> None:
@@ -73,7 +76,7 @@ def test_norms(shape: tuple[int, ...], exact: bool, dtype: torch.dtype) -> None:
     check(lambda x, weight: rms_norm(x, weight, EPS, exact=exact), plain_norm, given, dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", KINDS)
 @pytest.mark.parametrize("normed", [True, False])
 @pytest.mark.parametrize(("tokens", "heads", "size"), [(50, 2, 64), (7, 12, 128), (1100, 1, 16), (0, 4, 32)])
 def test_heads(tokens: int, heads: int, size: int, normed: bool, dtype: torch.dtype) -> None:
@@ -96,7 +99,7 @@ def test_heads(tokens: int, heads: int, size: int, normed: bool, dtype: torch.dt
     check(run, plain, given, dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", KINDS)
 @pytest.mark.parametrize("shape", [(1, 30, 200), (4, 1024), (0, 8)])
 def test_gates(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     from lockstep.models.kernels.differentiable import gated_silu
@@ -179,7 +182,7 @@ def test_a_model_learns_what_plain_transformers_does(family: str, recompute: boo
         if name.endswith(("bias", "norm.weight")):
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
     ours = copy.deepcopy(plain)
-    learner_view(ours)
+    use_learner_view(ours)
     forwards = [type(part).__name__ for part in ours.modules() if "forward" in vars(part)]
     assert sum(name.endswith(("Attention", "RMSNorm")) for name in forwards) == (11 if "qwen3" in family else 7)
     assert any(name.endswith("MLP") for name in forwards) == ("moe" not in family)
@@ -204,3 +207,25 @@ def test_a_model_learns_what_plain_transformers_does(family: str, recompute: boo
         assert gradient is not None
         assert parameter.grad is not None, name
         assert float((parameter.grad - gradient).norm()) <= 1e-4 * float(gradient.norm()), name
+
+
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="16 bits: attention by the engine's kernel and flash's backward")
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_in_16_bits_it_learns_the_same_but_for_rounding(family: str) -> None:
+    torch.manual_seed(0)
+    plain = FAMILIES[family]().to(DEVICE).eval()
+    ours = copy.deepcopy(plain).bfloat16()
+    use_learner_view(ours)
+    install_head(ours)
+    install_head(plain)
+    use_attention(plain, varlen.NAME)
+    rows = [
+        example_row(tokens, torch.arange(len(tokens)) >= 3) for tokens in (torch.randint(261, (n,)) for n in (60, 33))
+    ]
+    batch = collate(rows).to(DEVICE)
+    for module in (ours, plain):
+        score(module, batch).logp.sum().backward()
+    for (name, a), (_, b) in zip(ours.named_parameters(), plain.named_parameters(), strict=True):
+        assert a.grad is not None
+        assert b.grad is not None
+        assert float((a.grad.float() - b.grad).norm()) <= 0.1 * float(b.grad.norm()), name

@@ -61,6 +61,20 @@ def test_the_engine_and_the_learner_are_one_function(original: PreTrainedModel, 
 
 
 @formats
+@pytest.mark.parametrize("model", ["dense"])
+def test_layers_that_share_their_input_compute_what_each_does(original: PreTrainedModel, format: Format) -> None:
+    layers = quantized_layers(original)
+    modules.install_straight_through(original, layers, format, encode(original, layers, format).__getitem__)
+    attention = original.model.layers[0].self_attn
+    projections = attention.q_proj, attention.k_proj, attention.v_proj
+    x = torch.randn(1, 7, attention.q_proj.weight.shape[1])
+    plain = torch.nn.Linear(x.shape[-1], 8)
+    for linears in (projections, (attention.q_proj, plain)):
+        found = modules.apply_all(linears, x)
+        assert all(torch.equal(y, linear(x)) for y, linear in zip(found, linears, strict=True))
+
+
+@formats
 @both
 def test_low_bits_compute_what_their_dequantized_weights_do(original: PreTrainedModel, format: Format) -> None:
     """Against plain transformers on the decoded weights: all that is left is the rounding of inputs.

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from lockstep.assembly.devices import choose_device
 from lockstep.assembly.recipe import Recipe
-from lockstep.models.head import CHUNK_ELEMENTS
+from lockstep.models.head import chunk_rows
 from lockstep.models.kv import PAGE_SIZE, KVCache, kv_shape
 from lockstep.models.loading import ModelConfig, read_config
 from lockstep.models.lowbit import low_bit_layers
@@ -67,8 +67,9 @@ def _without_kv(recipe: Recipe, module: PreTrainedModel, world: int = 1) -> dict
 
 
 def _activations(recipe: Recipe, text: Any, dtype: torch.dtype) -> int:
-    """What a layer keeps of a token for its gradient: two sums and their norms, projections, rotated heads, what they
-    attended to, gates and their product. And what the output layer takes: a chunk's logits, the gradient of its weight.
+    """What a fused layer (`models/learner_view.py`; others more) keeps of a token for its gradient: two sums and their
+    norms, projections, rotated heads, what they attended to, gates and their product. And what the output layer takes:
+    a chunk's logits with their gradient, and the gradient of its weight.
     """
     heads, size, value_size = kv_shape(text)
     queries = text.num_attention_heads
@@ -77,11 +78,13 @@ def _activations(recipe: Recipe, text: Any, dtype: torch.dtype) -> int:
     width = (experts and getattr(text, "moe_intermediate_size", None)) or text.intermediate_size
     computed = experts * (3 * width + 2 * text.hidden_size) if experts else 3 * width
     kept = 4 * text.hidden_size + attention + computed
-    layers = 2 if recipe.learner.activation_checkpointing else text.num_hidden_layers
-    output = CHUNK_ELEMENTS[choose_device(recipe.device).type] * dtype.itemsize + text.vocab_size * text.hidden_size * (
-        4 + dtype.itemsize
-    )
-    return recipe.learner.micro_tokens * layers * kept * dtype.itemsize + output
+    layers = text.num_hidden_layers
+    each = 2 * kept + layers * text.hidden_size if recipe.learner.activation_checkpointing else layers * kept
+    tokens, device = recipe.learner.micro_tokens, choose_device(recipe.device)
+    rows = min(tokens, chunk_rows(text.vocab_size, device))
+    logit = dtype.itemsize + (4 if recipe.model.float32_logits or device.type == "cpu" else 0)
+    output = text.vocab_size * (rows * logit + text.hidden_size * (4 + dtype.itemsize))
+    return tokens * each * dtype.itemsize + output
 
 
 def _low_bit_size(recipe: Recipe, module: PreTrainedModel) -> tuple[int, float]:

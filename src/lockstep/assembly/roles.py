@@ -27,7 +27,7 @@ from lockstep.learner.update_scale import UpdateScale
 from lockstep.models import loading
 from lockstep.models.exact import make_exact
 from lockstep.models.head import install_head
-from lockstep.models.learner_view import learner_view
+from lockstep.models.learner_view import use_learner_view
 from lockstep.models.loading import Loaded, ModelConfig
 from lockstep.models.lowbit import LowBitWeights
 from lockstep.models.routing import Routers, find_routers, install_routing
@@ -223,7 +223,7 @@ def learner_core(
 def become_learner(recipe: Recipe, loaded: Loaded, low_bit: LowBitWeights | None, routers: Routers | None) -> None:
     """Makes the loaded module what the learner runs: its view of the model, a log-prob head, routers that obey and,
     where it is to compute what the engine computes, low-bit matrices."""
-    learner_view(loaded.module)
+    use_learner_view(loaded.module)
     install_head(loaded.module, with_value=recipe.algorithm.needs_values)
     if low_bit is not None and recipe.learner.alignment == "aligned":
         low_bit.run_by_learner(loaded.module)

@@ -37,7 +37,7 @@ from lockstep.learner.step import LearnerCore
 from lockstep.models.engine_view import engine_view
 from lockstep.models.head import install_head
 from lockstep.models.kv import kv_shape
-from lockstep.models.learner_view import learner_view
+from lockstep.models.learner_view import use_learner_view
 from lockstep.models.routes import RouteMemory
 from lockstep.models.routing import Routers, find_routers, install_routing
 from lockstep.models.tiny import byte_tokenizer
@@ -205,7 +205,7 @@ def _take_turns(
 def measure_replay(module: PreTrainedModel, routers: Routers, groups: Sequence[Group], pairs: int) -> Cost:
     """One learner; without replay its routers are left alone, as if the model were dense."""
     gc.collect()  # engines
-    learner_view(module)
+    use_learner_view(module)
     install_head(module)
     install_routing(module, routers)
     config = LearnerConfig(learning_rate=1e-9)

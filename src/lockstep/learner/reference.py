@@ -10,7 +10,7 @@ from lockstep.learner.ranks import Ranks
 from lockstep.learner.scoring import score
 from lockstep.models import loading
 from lockstep.models.head import install_head
-from lockstep.models.learner_view import learner_view
+from lockstep.models.learner_view import use_learner_view
 from lockstep.models.loading import ModelConfig
 from lockstep.models.selfcheck import self_check
 from lockstep.types import Batch
@@ -27,7 +27,7 @@ class Reference:
         config = ModelConfig(path=path, float32_logits=float32_logits)
         self.module = loading.load(config, dtype=dtype, device=ranks.device, seed=0).module
         self_check(self.module)
-        learner_view(self.module)
+        use_learner_view(self.module)
         install_head(self.module, with_value=False)
         self.module.requires_grad_(False)
         prepare(self.module, dtype, False, ranks)

@@ -1,9 +1,9 @@
-"""Engine and learner bit for bit the same, on a GPU: what that asks of a model, and the learner's part in it.
+"""Engine and learner bit for bit the same, on a GPU: what that asks of a model and of the device.
 
 Products of batch-invariant formats give a row the same bits whatever rows are computed with it, and so do the kernels
-between them, element by element. What is left are sums: of attention (`kernels/attention.py`, `varlen.EXACT`), of
-norms, for which the learner runs the engine's kernel, and of the output layer, which is not low-bit: a product of our
-own, and log-probs by the same functions, on both sides (`kernels/output.py`). All of this is of one version of the
+between them, element by element. What is left are sums: of attention (`kernels/attention.py`) and of norms, for which
+the learner runs the engine's kernels (`learner_view.py`), and of the output layer, which is not low-bit: a product of
+our own, and log-probs by the same functions, on both sides (`kernels/output.py`). All of this is of one version of the
 weights: an answer that goes on over keys and values of an older one is nobody's to repeat.
 """
 

@@ -179,9 +179,7 @@ class _ChunkedLogProb(torch.autograd.Function):
         grad_b = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
         gradients = _gradients(ctx.transform, h.device)
         for s in _chunks(h, W):
-            raw = ctx.logits(h[s], W, bias)
-            grad_z = gradients(raw, targets[s], lse[s], grads[0][s], ctx.T, h.dtype)
-            del raw  # there may be as much of it as memory for a chunk allows
+            grad_z = gradients(ctx.logits(h[s], W, bias), targets[s], lse[s], grads[0][s], ctx.T, h.dtype)
             if grad_b is not None:
                 grad_b += grad_z.sum(0, dtype=torch.float32)
             torch.mm(grad_z, W, out=grad_h[s])
@@ -199,7 +197,7 @@ def _log_probs(transform: LogitTransform, device: torch.device) -> Callable[...,
 
 
 def _gradients(transform: LogitTransform, device: torch.device) -> Callable[..., Tensor]:
-    """(raw logits, targets, lse, gradients of log-probs, T, dtype) to those of raw logits, which are overwritten."""
+    """(raw logits, targets, lse, gradients of log-probs, T, dtype) to those of raw logits, which may be overwritten."""
     if not _has_kernels(transform, device):
         return partial(_plain_gradients, transform)
     from lockstep.models.kernels.output import log_prob_gradients
@@ -241,8 +239,13 @@ def _add_outer(total: Tensor, a: Tensor, b: Tensor) -> None:
         total += a.T @ b
 
 
+def chunk_rows(vocab: int, device: torch.device) -> int:
+    """How many rows' logits are held at once."""
+    return max(MIN_ROWS, CHUNK_ELEMENTS.get(device.type, 2**24) // vocab)
+
+
 def _chunks(h: Tensor, W: Tensor) -> Iterator[slice]:
-    size = max(MIN_ROWS, CHUNK_ELEMENTS.get(h.device.type, 2**24) // W.shape[0])
+    size = chunk_rows(W.shape[0], h.device)
     return (slice(i, i + size) for i in range(0, len(h), size))
 
 

@@ -17,23 +17,23 @@ from transformers import PreTrainedModel
 from lockstep.models import kernels, varlen
 from lockstep.models.fused import ATTENTION, MLP, NORM, SILU, window
 from lockstep.models.head import is_exact
-from lockstep.models.kv import kv_shape
 from lockstep.models.twins import use_attention
 from lockstep.quant.modules import apply_all
 
 
-def learner_view(module: PreTrainedModel) -> None:
+def use_learner_view(module: PreTrainedModel) -> None:
     """Makes the module compute so, in place. If it is exact, sums of attention and norms are the engine's, too."""
     exact = is_exact(module)
-    use_attention(module, varlen.EXACT if exact else varlen.NAME)
+    use_attention(module, varlen.NAME)
     if not kernels.available(module.device):
+        assert not exact, "refused when it was made exact"
         return
-    _, size, _ = kv_shape(module.config.get_text_config())
+    part: Any
     for part in module.modules():
         kind = type(part).__name__
         if kind in NORM:
             part.forward = partial(_norm, part, exact)
-        elif kind in ATTENTION and size & (size - 1) == 0:
+        elif kind in ATTENTION and part.head_dim & (part.head_dim - 1) == 0:
             part.forward = partial(_attention, part, exact)
         elif kind in MLP and type(part.act_fn).__name__ in SILU:
             part.forward = partial(_mlp, part)
@@ -53,9 +53,10 @@ def _attention(
     attention_mask: Tensor | None = None,
     **arguments: Any,
 ) -> tuple[Tensor, None]:
-    """Of hidden states [1, K, width]."""
+    """Of hidden states [1, K, width]. Its parts are read, not called: hooks on them do not run."""
     from lockstep.models.kernels.differentiable import rotated
 
+    assert len(hidden_states) == 1, "sequences are laid end to end"
     projected = apply_all((self.q_proj, self.k_proj, self.v_proj), hidden_states)
     query, key, value = (x[0].unflatten(-1, (-1, self.head_dim)) for x in projected)
     for_query, for_key = (self.q_norm, self.k_norm) if hasattr(self, "q_norm") else (None, None)

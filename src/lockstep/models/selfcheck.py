@@ -1,12 +1,13 @@
 """Run at every load, in well under a second for small models: do our operators compute what plain transformers does?
 
 Architectures known not to fit are refused by name, the rest by measurement: our attention must run exactly once per
-layer, packed sequences must score as separate ones do, and chunked, paged decoding must give the same logits.
+layer, packed sequences must score as separate ones do, and chunked, paged decoding must give the same log-probs.
 Wrong and silent is the one thing we never are.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from lockstep.models.few_rows import for_capture, speed_up_few_rows
 from lockstep.models.fused import fuse
 from lockstep.models.kernels.rehearsal import rehearse
 from lockstep.models.kv import PAGE_SIZE, KVCache
-from lockstep.models.learner_view import learner_view
+from lockstep.models.learner_view import use_learner_view
 from lockstep.models.paged import PagedStep, Segment
 from lockstep.models.routes import Replay
 from lockstep.models.routing import Routers, find_routers, install_routing
@@ -30,7 +31,8 @@ from lockstep.models.twins import twin
 
 LENGTHS = (37, 7, 20)  # of the probe sequences; the paged check decodes the last token of each
 TIMES = 3  # and that so often over: of more sequences another kernel may read the pages
-TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}  # of the spread of a token's logits
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.4, torch.float16: 0.05}  # of the spread of a token's logits
+RULED_OUT = -1e4  # nats: the model itself masks such a token
 SHALLOW = 8  # layers: of a deeper model more is tolerated, as the root of its depth, by which rounding adds up
 
 
@@ -107,15 +109,20 @@ def _problem(module: PreTrainedModel, probes: list[Tensor], reference: list[Tens
         pairs = zip(cycle(reference), found, strict=False)
         worst = max(_distance(a, b) for a, b in pairs)
         if not worst <= tolerance:  # NaN fails too
-            return f"{kind} logits differ from plain transformers' by {worst:.2g} of their spread"
+            return f"{kind} log-probs differ from plain transformers' by {worst:.2g} of their spread"
     return None
 
 
 def _distance(plain: Tensor, ours: Tensor) -> float:
-    """Of logits [tokens, V], relative to how much a token's differ among themselves: those of a trained model are an
-    order of magnitude larger than of one with random weights, and so is what rounding does to them."""
-    plain, ours = (x.float() - x.float().mean(-1, keepdim=True) for x in (plain, ours))
-    return float(((plain - ours).norm(dim=-1) / plain.norm(dim=-1).clamp(min=1e-30)).max())
+    """The largest between log-probs [tokens, V], relative to how much a token's differ among themselves: those of a
+    trained model do by several times as much as of one with random weights, and so does what rounding makes of them."""
+    plain, ours = (x.float().log_softmax(-1) for x in (plain, ours))
+    ruled_out = plain < RULED_OUT
+    if not torch.equal(ruled_out, ours < RULED_OUT):
+        return math.inf
+    known = plain.masked_fill(ruled_out, math.nan)
+    spread = (known - known.nanmean(-1, keepdim=True)).square().nanmean(-1).sqrt().clamp(min=1e-3)
+    return float(((plain - ours).masked_fill(ruled_out, 0.0).abs().amax(-1) / spread).max())
 
 
 def refuse_by_config(name: str, module: PreTrainedModel) -> None:
@@ -143,7 +150,7 @@ def _misfit(text: PreTrainedConfig) -> str | None:
 
 def _packed_logits(module: PreTrainedModel, probes: list[Tensor], pins: _Pins | None) -> list[Tensor]:
     view = twin(module, varlen.NAME, share=True)
-    learner_view(view)
+    use_learner_view(view)
     routing = None
     if pins is not None:
         pins.install(view)

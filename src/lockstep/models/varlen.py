@@ -14,7 +14,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -28,7 +28,7 @@ from lockstep.models.arguments import refuse_unsupported
 from lockstep.models.kv import Pages, Spans
 from lockstep.models.routing import Routing
 
-NAME, EXACT = "lockstep_varlen", "lockstep_varlen_exact"
+NAME = "lockstep_varlen"
 LARGEST_HEAD = 256  # of flash attention's backward
 
 
@@ -274,4 +274,3 @@ class _Unpad(torch.autograd.Function):
 
 
 AttentionInterface.register(NAME, attention)
-AttentionInterface.register(EXACT, partial(attention, exact=True))

@@ -92,12 +92,13 @@ class StraightThroughLinear(nn.Module):
 
 
 def apply_all(linears: Sequence[nn.Module], x: Tensor) -> list[Tensor]:
-    """What each of some linear layers makes of one input; straight-through ones of one format encode it once."""
+    """What each of some linear layers makes of one input, which straight-through ones encode once."""
     low_bit = [part for part in linears if isinstance(part, StraightThroughLinear)]
-    if len(low_bit) < len(linears) or len({part.format for part in low_bit}) > 1:
+    if len(low_bit) < len(linears):
         return [linear(x) for linear in linears]
     layers = [(part.weight, part.bias, part.current()) for part in low_bit]
-    return straight_through.linears(x, layers, low_bit[0].format)
+    (format,) = {part.format for part in low_bit}
+    return straight_through.linears(x, layers, format)
 
 
 def install(

@@ -83,7 +83,7 @@ def test_experts_that_rounding_chooses_are_no_reason_to_refuse(monkeypatch: pyte
             weight.copy_(weight[:1] * (1 + 1e-7 * torch.randn(len(weight), 1)))
     self_check(module)
     monkeypatch.setattr(selfcheck, "find_routers", lambda module: None)
-    with pytest.raises(ConfigError, match=r"(packed|paged) logits differ from plain transformers' by"):
+    with pytest.raises(ConfigError, match=r"(packed|paged) log-probs differ from plain transformers' by"):
         self_check(module)
 
 
@@ -133,20 +133,33 @@ def test_a_model_whose_arithmetic_differs_is_refused(monkeypatch: pytest.MonkeyP
         return attend(*args[:-1], args[-1] * 1.05)
 
     monkeypatch.setattr(paged, "_attend", wrong)
-    with pytest.raises(ConfigError, match="paged logits differ from plain transformers' by"):
+    with pytest.raises(ConfigError, match="paged log-probs differ from plain transformers' by"):
         self_check(small())
 
 
-def test_large_logits_are_no_reason_to_refuse() -> None:
+def test_what_rounding_does_is_held_against_the_spread_of_logits() -> None:
     """In bfloat16 those of a trained model, of 30 and more, are rounded to steps of an eighth and more."""
     torch.manual_seed(0)
     logits = 8 * torch.randn(5, 1000)
-    rounded = logits.bfloat16()
-    assert (logits.log_softmax(-1) - rounded.float().log_softmax(-1)).abs().max() > 0.05
-    assert selfcheck._distance(logits, rounded) < 0.01
-    assert selfcheck._distance(logits / 100, (logits / 100).bfloat16()) < 0.01
-    assert selfcheck._distance(logits, logits + 3) < 1e-5  # the same probabilities
-    assert selfcheck._distance(logits, 1.05 * logits) > 0.04
+    distance, tolerance = selfcheck._distance, selfcheck.TOLERANCE[torch.bfloat16]
+    assert (logits.log_softmax(-1) - logits.bfloat16().float().log_softmax(-1)).abs().max() > 0.05
+    for scale in (0.01, 1.0):
+        assert distance(scale * logits, (scale * logits).bfloat16()) < tolerance / 10
+    assert distance(logits, logits + 3) < 1e-5  # the same probabilities
+    assert distance(logits, 1.1 * logits) > tolerance
+
+
+@pytest.mark.parametrize("masked", [0, 1, 900])
+def test_a_single_wrong_logit_is_seen_among_whatever_others(masked: int) -> None:
+    torch.manual_seed(0)
+    logits = 3 * torch.randn(5, 1000)
+    logits[:, :masked] = torch.finfo(torch.bfloat16).min  # as some models rule tokens out
+    wrong = logits.clone()
+    wrong[2, -1] += 2
+    assert selfcheck._distance(logits, logits) == 0
+    assert selfcheck._distance(logits, wrong) > selfcheck.TOLERANCE[torch.bfloat16]
+    wrong[2, 0 if masked else 5] = 5.0 if masked else -torch.inf  # masked by one side alone
+    assert selfcheck._distance(logits, wrong) == torch.inf
 
 
 def test_a_model_that_gives_nan_is_refused() -> None:

@@ -1,4 +1,4 @@
-"""Triton kernels of the engine's side of the model."""
+"""Triton kernels of a model's two views, the engine's and the learner's."""
 
 from __future__ import annotations
 

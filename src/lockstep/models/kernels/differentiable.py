@@ -36,7 +36,9 @@ def rotated(
     x_NHD: Tensor, weight_D: Tensor | None, eps: float, rotary: tuple[Tensor, Tensor], *, exact: bool = False
 ) -> Tensor:
     """Heads, normalised if there is a weight to do it with, and then rotated by [1, N, D] cosines and sines."""
-    return _Rotated.apply(x_NHD, weight_D, eps, *(table.flatten(0, -2).contiguous() for table in rotary), exact)
+    cos, sin = (table.flatten(0, -2).contiguous() for table in rotary)
+    assert cos.shape == sin.shape == (len(x_NHD), x_NHD.shape[-1])
+    return _Rotated.apply(x_NHD, weight_D, eps, cos, sin, exact)
 
 
 def gated_silu(gate: Tensor, up: Tensor) -> Tensor:
@@ -187,7 +189,7 @@ def _rotate_gradient(
         partner = tl.load(dy_ptr + heads + other, mask=there, other=0.0).to(tl.float32)
         g = dy * cos - sign * partner * sin
         if weight_ptr is not None:
-            x = tl.load(x_ptr + heads + d, mask=there, other=0.0).to(tl.float32)
+            x = tl.load(x_ptr + heads + d, mask=there, other=1.0).to(tl.float32)
             scale = tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
             n = scale * x
             dweight += g * n

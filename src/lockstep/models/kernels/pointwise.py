@@ -1,10 +1,10 @@
 """What stands between the matrix products of a decoder layer, each as one Triton kernel.
 
-Every value is rounded where the modules of transformers round it, so that the learner, which runs those, differs by the
-order of sums only. (A product and a sum must not be fused: they would round once, not twice.) With `Exact` the sums of
-norms are float64: whoever else takes them so rounds the same in practice, in any order. With a `code`, the kernel that
-makes a low-bit product's input also encodes it: to the same codes as the kernels of `lockstep.quant` would, which the
-learner runs.
+Every value is rounded where the modules of transformers round it; the learner's (`differentiable.py`) are made of
+these. (A product and a sum must not be fused: they would round once, not twice.) With `Exact` the sums of norms are
+float64: whoever else takes them so rounds the same in practice, in any order. With a `code`, the kernel that makes a
+low-bit product's input also encodes it: to the same codes as the kernels of `lockstep.quant` would, which the learner
+runs.
 
 Shapes: N tokens, HQ query heads, H key/value heads, D head size.
 """
