@@ -49,7 +49,7 @@ def differentiate(run: Callable[..., Tensor], given: Sequence[Tensor], upstream:
     return [y.detach(), *torch.autograd.grad(y, given, upstream.to(y.dtype))]
 
 
-def check(
+def assert_as_in_float64(
     run: Callable[..., Tensor], plain: Callable[..., Tensor], given: Sequence[Tensor], dtype: torch.dtype
 ) -> None:
     given = [x.to(DEVICE, dtype) for x in given]
@@ -73,7 +73,7 @@ def test_norms(shape: tuple[int, ...], exact: bool, dtype: torch.dtype) -> None:
 
     torch.manual_seed(0)
     given = torch.randn(shape), torch.rand(shape[-1]) + 0.5
-    check(lambda x, weight: rms_norm(x, weight, EPS, exact=exact), plain_norm, given, dtype)
+    assert_as_in_float64(lambda x, weight: rms_norm(x, weight, EPS, exact=exact), plain_norm, given, dtype)
 
 
 @pytest.mark.parametrize("dtype", KINDS)
@@ -96,7 +96,7 @@ def test_heads(tokens: int, heads: int, size: int, normed: bool, dtype: torch.dt
         return rotated(x, weight[0] if weight else None, EPS, tables)
 
     given = [torch.randn(tokens, heads, size), *([torch.rand(size) + 0.5] if normed else [])]
-    check(run, plain, given, dtype)
+    assert_as_in_float64(run, plain, given, dtype)
 
 
 @pytest.mark.parametrize("dtype", KINDS)
@@ -105,7 +105,9 @@ def test_gates(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     from lockstep.models.kernels.differentiable import gated_silu
 
     torch.manual_seed(0)
-    check(gated_silu, lambda gate, up: F.silu(gate) * up, (4 * torch.randn(shape), torch.randn(shape)), dtype)
+    assert_as_in_float64(
+        gated_silu, lambda gate, up: F.silu(gate) * up, (4 * torch.randn(shape), torch.randn(shape)), dtype
+    )
 
 
 @pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")  # of the interpreter

@@ -55,13 +55,13 @@ def _norm(
     x, size = x.contiguous(), x.shape[-1]
     total = x if residual is None else torch.empty_like(x)
     residual = None if residual is None else residual.contiguous()
-    normed = _empty(x.shape, x, code)
+    out = _empty(x.shape, x, code)
     block = max(GROUP, power_of_2(size))
     _rms_norm[(x.numel() // size,)](
-        x, residual, weight, total, *_pointers(normed), eps, size, BLOCK=block, LINE=_line(code, block), EXACT=exact,
+        x, residual, weight, total, *_pointers(out), eps, size, BLOCK=block, LINE=_line(code, block), EXACT=exact,
         DEPENDENT=DEPENDENT, launch_pdl=DEPENDENT, num_warps=warps(block), enable_fp_fusion=False,
     )  # fmt: skip
-    return total, normed
+    return total, out
 
 
 @overload
@@ -73,19 +73,19 @@ def gated_silu(gate_up: Tensor, code: InputCode | None = None) -> Rows:
     gate_up = gate_up.contiguous()
     *lead, both = gate_up.shape
     size = both // 2
-    gated = _empty(torch.Size([*lead, size]), gate_up, code)
+    out = _empty(torch.Size([*lead, size]), gate_up, code)
     if code is not None and not code.grouped:
         _gated_row[gate_up.numel() // both,](
-            gate_up, *_pointers(gated)[1:], size, PIECE=PIECE, PIECES=cdiv(size, PIECE),
+            gate_up, *_pointers(out)[1:], size, PIECE=PIECE, PIECES=cdiv(size, PIECE),
             DEPENDENT=DEPENDENT, launch_pdl=DEPENDENT, num_warps=32,
         )  # fmt: skip
-        return gated
+        return out
     block = 1024
     _gated_silu[gate_up.numel() // both, cdiv(size, block)](
-        gate_up, *_pointers(gated), size, BLOCK=block, LINE=_line(code, block),
+        gate_up, *_pointers(out), size, BLOCK=block, LINE=_line(code, block),
         DEPENDENT=DEPENDENT, launch_pdl=DEPENDENT, num_warps=warps(block),
     )  # fmt: skip
-    return gated
+    return out
 
 
 def _empty(shape: torch.Size, like: Tensor, code: InputCode | None) -> Rows:
@@ -192,8 +192,8 @@ def _rms_norm(
         tl.store(total_ptr + row * size + d, x, mask=d < size)
         x = x.to(tl.float32)
     x = (x * tl.rsqrt(_sum(x * x, 0, EXACT) / size + eps)).to(kind)
-    normed = (weight.to(tl.float32) * x.to(tl.float32)).to(kind)
-    _hand_on(normed, out_ptr, codes_ptr, scales_ptr, row, 0, size, BLOCK, LINE)
+    value = (weight.to(tl.float32) * x.to(tl.float32)).to(kind)
+    _hand_on(value, out_ptr, codes_ptr, scales_ptr, row, 0, size, BLOCK, LINE)
 
 
 @triton.jit
