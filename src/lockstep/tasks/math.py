@@ -23,6 +23,9 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns of having n
 
 _BOX = "\\boxed{"
 _CALCULATION = re.compile(r"<<.*?>>")  # GSM8K's calculator notes inside worked answers
+_NUMBER = re.compile(r"-?[\d,]*\.?\d+")
+_UNDONE = re.compile(r"[+×·÷!]|\*\s*\d|\\(times|cdot|div|sqrt|binom)|\d\s*\^\s*\{?\d|[\d)]\s*-")
+_FRACTION = re.compile(r"/|\\[dt]?frac")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +56,8 @@ class Math(DatasetTask):
             return Part("correct", 0.0, "no \\boxed{} with a final answer")
         equal, read = equivalent(expected, answer if box is None else f"\\boxed{{{box}}}")
         final = box or read or "nothing"
+        if equal and not worked_out(expected, read):
+            return Part("correct", 0.0, f"{final[:80]} is {expected}, but not worked out")
         return Part("correct", float(equal), f"{final[:80]} is {'' if equal else 'not '}{expected}")
 
 
@@ -99,6 +104,15 @@ def _up_to_closing_brace(text: str) -> str | None:
         if depth == 0:
             return text[:place]
     return None
+
+
+def worked_out(expected: str, read: str) -> bool:
+    """Not so is a sum where a number is expected: math-verify finds 15 + 43 equal to 58, and a policy that is paid for
+    it learns to repeat the question. A fraction may stand for a number that is not whole."""
+    if not _NUMBER.fullmatch(expected):
+        return True
+    final = read.rpartition("=")[2]
+    return not (_UNDONE.search(final) or ("." not in expected and _FRACTION.search(final)))
 
 
 def equivalent(expected: str, answer: str) -> tuple[bool, str]:

@@ -71,6 +71,53 @@ def test_equivalent_answers(answer: str, value: float, reason: str) -> None:
     assert verdict.reasons == (f"correct: {reason}",)
 
 
+@pytest.mark.parametrize(
+    ("expected", "answer"),
+    [
+        ("58", "58 apples"),
+        ("58", "15 + 43 = 58"),
+        ("58", "\\boxed{15+43=58}"),
+        ("58", "It is **58**."),
+        ("-7", "\\boxed{x = -7}"),
+        ("58", "\\boxed{58^\\circ}"),
+        ("25", "\\boxed{25 \\text{ cm}^2}"),
+        ("5", "\\boxed{5 \\text{ m/s}}"),
+        ("1000", "\\boxed{1,000}"),
+        ("50", "\\boxed{50\\%}"),
+        ("0.5", "\\boxed{1/2}"),
+        ("1.5", "\\boxed{1\\frac12}"),
+        ("15+43", "\\boxed{58}"),
+        ("2^{10}", "\\boxed{2^{10}}"),
+    ],
+)
+def test_a_number_is_an_answer(expected: str, answer: str) -> None:
+    assert Math(path="unused").reward(Sample(uid="train/0", messages=(), answer=expected), answer).value == 1.0
+
+
+@pytest.mark.parametrize(
+    ("expected", "answer"),
+    [
+        ("58", "The answer is 15 + 43."),
+        ("58", "\\boxed{15+43}"),
+        ("72", "So Tom has 73 + 19 - 20."),
+        ("5", "\\boxed{7 - 2}"),
+        ("48", "\\boxed{12 \\times 4}"),
+        ("8", "\\boxed{2^{3}}"),
+        ("4", "\\boxed{\\sqrt{16}}"),
+        ("24", "\\boxed{4!}"),
+        ("24", "\\boxed{48/2}"),
+        ("0.5", "\\boxed{0.25 + 0.25}"),
+        ("10", "\\boxed{\\binom{5}{2}}"),
+        ("1000000", "\\boxed{10^6}"),
+    ],
+)
+def test_a_sum_is_none(expected: str, answer: str) -> None:
+    """Found by a policy: repeating the question was paid for, since math-verify works it out."""
+    verdict = Math(path="unused").reward(Sample(uid="train/0", messages=(), answer=expected), answer)
+    assert verdict.value == 0.0
+    assert f"is {expected}, but not worked out" in verdict.reasons[0]
+
+
 def test_box_as_a_rule_and_as_a_part() -> None:
     sample = Sample(uid="train/0", messages=(), answer="42")
     strict = Math(path="unused", boxed_only=True, format_weight=0.1)
