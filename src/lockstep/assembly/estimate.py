@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from lockstep.assembly.devices import choose_device
 from lockstep.assembly.recipe import Recipe
+from lockstep.models.exact import require_exact_architecture
 from lockstep.models.head import chunk_rows
 from lockstep.models.kv import PAGE_SIZE, KVCache, kv_shape
 from lockstep.models.loading import ModelConfig, read_config
@@ -20,8 +21,11 @@ GIB = 2**30
 
 
 def estimate(recipe: Recipe) -> dict[str, float]:
-    """GiB by purpose, on one rank. Activations are a rule of thumb; the rest is counted."""
+    """GiB by purpose, on one rank. Activations are a rule of thumb; the rest is counted. ConfigError for a model that
+    cannot be exact where that is asked for."""
     device, module = choose_device(recipe.device, exact=recipe.rollout.exact), _outline(recipe.model)
+    if recipe.rollout.exact:
+        require_exact_architecture(module)
     parts = _without_kv(recipe, module)
     leave = parts["weights"] + parts["low-bit weights"] + gib_for_learner(recipe, module, world=1)
     budget = kv_gib(recipe.rollout, device, leave)

@@ -39,7 +39,6 @@ def make_exact(module: PreTrainedModel) -> None:
 def _refuse_inexact(module: PreTrainedModel) -> None:
     """ConfigError if engine and learner would not run the same kernels. float16 has too few small numbers: there a
     power of two does change what is rounded."""
-    name, (_, size, value_size) = type(module).__name__, kv_shape(module.config.get_text_config())
     reason = None
     if module.device.type != "cuda":
         reason = f"a GPU; this model is on {module.device.type!r} (rollout.exact=false does without)"
@@ -47,7 +46,16 @@ def _refuse_inexact(module: PreTrainedModel) -> None:
         reason = "triton, which is not installed"
     elif module.dtype != torch.bfloat16:
         reason = f'learner.dtype = "bfloat16", not {str(module.dtype).removeprefix("torch.")!r}'
-    elif any(map(is_fused_experts, module.modules())):
+    if reason is not None:
+        raise ConfigError(f"rollout.exact = true needs {reason}")
+    require_exact_architecture(module)
+
+
+def require_exact_architecture(module: PreTrainedModel) -> None:
+    """ConfigError if it has parts that engine and learner do not compute alike. Weights need not be there."""
+    name, (_, size, value_size) = type(module).__name__, kv_shape(module.config.get_text_config())
+    reason = None
+    if any(map(is_fused_experts, module.modules())):
         reason = f"a dense model: the routers of {name} are not low-bit"
     elif name not in CAUSAL_LM:
         dense = [family for family in FAMILIES if not family.endswith(("Moe", "Mixtral"))]

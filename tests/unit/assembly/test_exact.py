@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from lockstep.assembly.estimate import estimate
 from lockstep.assembly.recipe import Recipe
@@ -14,6 +15,8 @@ from lockstep.assembly.roles import load_model
 from lockstep.assembly.run import train
 from lockstep.config import ConfigError
 from lockstep.config.loading import validate
+from lockstep.models.exact import require_exact_architecture
+from lockstep.models.tiny import TinyModel, tiny_model
 from role_support import make_recipe
 
 
@@ -56,3 +59,18 @@ def test_on_a_cpu_it_is_refused(precision: object) -> None:
     asked = recipe(precision).model_copy(update={"device": "cpu"})
     with pytest.raises(ConfigError, match=r"rollout\.exact = true needs a GPU; this model is on 'cpu'"):
         load_model(asked)
+
+
+def outline(**shape: int) -> PreTrainedModel:
+    with torch.device("meta"):
+        return tiny_model(
+            TinyModel.model_validate({"hidden": 128, "layers": 2, "heads": 4, "context": 64} | shape), seed=0
+        )
+
+
+def test_what_cannot_be_exact_is_known_without_weights() -> None:
+    require_exact_architecture(outline())
+    with pytest.raises(ConfigError, match=r"exact = true needs a dense model: the routers of \w+ are not low-bit"):
+        require_exact_architecture(outline(experts=4))
+    with pytest.raises(ConfigError, match=r"a power of two from 16 to \d+; those of \w+ have 8 and 8"):
+        require_exact_architecture(outline(heads=16))
