@@ -7,6 +7,7 @@ or a `solution` with the answer in \\boxed{}), or of verl's files (`prompt` mess
 from __future__ import annotations
 
 import logging
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,9 +24,10 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns of having n
 
 _BOX = "\\boxed{"
 _CALCULATION = re.compile(r"<<.*?>>")  # GSM8K's calculator notes inside worked answers
-_NUMBER = re.compile(r"-?[\d,]*\.?\d+")
-_UNDONE = re.compile(r"[+×·÷!]|\*\s*\d|\\(times|cdot|div|sqrt|binom)|\d\s*\^\s*\{?\d|[\d)]\s*-")
-_FRACTION = re.compile(r"/|\\[dt]?frac")
+_SEPARATOR = re.compile(r"\{,\}|,?\\[!,;: ]|,(?=\d{3}(?!\d))")  # of thousands
+_NUMBER = re.compile(r"\d+\.?\d*|\.\d+")
+_FRACTION = re.compile(r"-?\d*\s*(\d+\s*[/:]\s*\d+|\\[dt]?frac\s*\{?-?\d+\}?\s*\{?\d+\}?)\.?")
+_SCIENTIFIC = re.compile(r"-?[\d.]+\s*\\(times|cdot)\s*10\^\{?-?\d+\}?")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,12 +109,24 @@ def _up_to_closing_brace(text: str) -> str | None:
 
 
 def worked_out(expected: str, read: str) -> bool:
-    """Not so is a sum where a number is expected: math-verify finds 15 + 43 equal to 58, and a policy that is paid for
-    it learns to repeat the question. A fraction may stand for a number that is not whole."""
-    if not _NUMBER.fullmatch(expected):
+    """Whether a number that is expected is written there, and not a sum that comes to it: math-verify finds 15 + 43
+    equal to 58, and a policy that is paid for it learns to repeat the question. A fraction may stand for a number that
+    is not whole."""
+    number = _number(expected)
+    if number is None:
         return True
-    final = read.rpartition("=")[2]
-    return not (_UNDONE.search(final) or ("." not in expected and _FRACTION.search(final)))
+    read = _SEPARATOR.sub("", read)
+    factors = (1, 100, 0.01) if "%" in expected + read else (1,)
+    if any(math.isclose(float(found) * factor, number) for found in _NUMBER.findall(read) for factor in factors):
+        return True
+    final = read.rpartition("=")[2].strip()
+    return bool(_SCIENTIFIC.fullmatch(final) or (number % 1 and _FRACTION.fullmatch(final)))
+
+
+def _number(expected: str) -> float | None:
+    """Without its sign and unit, if it is a single one."""
+    gold = parse(f"\\boxed{{{expected.replace('%', '')}}}", parsing_timeout=0)
+    return abs(float(gold[0])) if gold and getattr(gold[0], "is_Number", False) else None
 
 
 def equivalent(expected: str, answer: str) -> tuple[bool, str]:
