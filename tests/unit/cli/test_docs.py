@@ -64,9 +64,9 @@ def test_readme_shows_the_same_example() -> None:
     assert all(page[name] == text for name, text in readme.items())
 
 
-def test_sums_in_examples(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_word_sums_of_examples(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT / "examples")
-    task = load(Recipe, Path("sums.toml")).task.build()
+    task = load(Recipe, Path("word_sums.toml")).task.build()
     held_out, trained = (task.samples(split) for split in ("eval", "train"))
     assert len(held_out) == 512
     assert not {s.messages for s in held_out} & {s.messages for s in trained}
@@ -74,4 +74,4 @@ def test_sums_in_examples(monkeypatch: pytest.MonkeyPatch) -> None:
         assert task.reward(sample, f"First 12, so it is {sample.answer}.").correct
         assert not task.reward(sample, f"It is {sample.answer}, no, {int(sample.answer) + 1}.").correct
     repeated = [task.reward(sample, sample.messages[0].content).correct for sample in held_out]
-    assert sum(repeated) < 16, "repeating the question is no answer, but for 60 - 30"
+    assert sum(repeated) < 5, "the question is an answer only where its last number is, as in 60 - 30"
