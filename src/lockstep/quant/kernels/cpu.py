@@ -1,4 +1,6 @@
-"""What runs on a CPU. All sums are float32 or integer, whatever the compute dtype: CPUs are slow or inexact below.
+"""What runs on a CPU. All sums are float32 or wider, or integer, whatever the compute dtype: CPUs are slow or inexact
+below. Where inputs are encoded, no sum may depend on how many rows there are: a last bit that differs gives the next
+layer's input another code, and the layers after it carry that on. Hence float64 for codes of e4m3.
 
 8-bit integers are the fast format here: with VNNI or AMX a layer of 1,024 inputs takes a third of its float32 time; in
 tiny layers encoding the input costs more than the product. 4-bit and fp8 weights are decoded for every product: they
@@ -41,12 +43,13 @@ def accumulate_float(xq: Tensor, wq: Tensor) -> Tensor:
 
 
 def fp8_matmul(xq: Tensor, sx: Tensor, wq: Tensor, sw: Tensor, dtype: torch.dtype) -> Tensor:
-    return _rescale(_product(to_float(xq), wq, to_float), sx, sw, dtype)
+    """Exact in float64, which holds any sum of products of such codes."""
+    return _rescale(_product(to_float(xq).double(), wq, lambda codes: to_float(codes).double()).float(), sx, sw, dtype)
 
 
 def fp8_block_matmul(xq: Tensor, sx: Tensor, wq: Tensor, sw: Tensor, dtype: torch.dtype) -> Tensor:
-    x, scales = dequantize_groups(xq, sx, torch.float32), _spread_rows(sw, len(wq))
-    return _product(x, wq, lambda codes, s: dequantize_groups(codes, s, torch.float32), scales).to(dtype)
+    x, scales = dequantize_groups(xq, sx, torch.float64), _spread_rows(sw, len(wq))
+    return _product(x, wq, lambda codes, s: dequantize_groups(codes, s, torch.float64), scales).float().to(dtype)
 
 
 def w4a16_matmul(x: Tensor, packed: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
@@ -76,9 +79,9 @@ def w4a8_matmul_float(xq: Tensor, sx: Tensor, packed: Tensor, scales: Tensor, dt
 
 def w4a8_fp8_matmul(xq: Tensor, sx: Tensor, packed: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     def weight(codes: Tensor, s: Tensor) -> Tensor:
-        return dequantize_int4(codes, s, xq.shape[-1], torch.float32)
+        return dequantize_int4(codes, s, xq.shape[-1], torch.float64)
 
-    return _product(to_float(xq), packed, weight, scales).mul_(sx[:, None]).to(dtype)
+    return _product(to_float(xq).double(), packed, weight, scales).float().mul_(sx[:, None]).to(dtype)
 
 
 def dequantize_rows(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
