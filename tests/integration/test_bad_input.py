@@ -271,6 +271,7 @@ def test_a_resumed_run_keeps_its_model_and_its_config(unbroken: Path, tmp_path: 
     (run / "checkpoints/step-000006/model.safetensors").write_bytes(b"torn")
     said = refused("train", "--resume", str(run), "train.steps=7", "--plain")
     assert "cannot load the model at" in said
+    assert "model.safetensors is damaged, or a copy that was cut short" in said
     assert said.endswith("; remove that checkpoint to go on from the one before")
 
 
@@ -341,7 +342,7 @@ def test_a_wrong_reference_is_told_before_the_warm_up(unbroken: Path, tmp_path: 
     (bare / "tokenizer.json").unlink()
     assert "no model at './gone': no such folder" in said("./gone")
     assert f"{unbroken} is a run; name one of its checkpoints" in said(unbroken)
-    assert "cannot load the tokenizer at" in said(bare)
+    assert f"cannot load the tokenizer at '{bare}': the folder has none of tokenizer.json, " in said(bare)
     assert not (tmp_path / "runs").exists()
 
 

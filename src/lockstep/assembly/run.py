@@ -208,6 +208,7 @@ class _Run:
             if why == "resumed":
                 self._tell_never_logged(roles, progress.step)
                 self._tell_if_answers_end_early(roles, progress.step)
+                self._tell_if_there_are_no_turns(roles, progress.step)
             async with _asleep(roles):
                 if checkpoint is not None:
                     await self._go_on(roles, checkpoint, progress, why)
@@ -240,6 +241,11 @@ class _Run:
         if (most := self.recipe.rollout.max_tokens) >= (context := roles.loaded.context):
             text = f"rollout.max_tokens = {most}, but prompt and answer together end at the model's context, {context}"
             self.recorder.event(step, "context", text)
+
+    def _tell_if_there_are_no_turns(self, roles: Training, step: int) -> None:
+        if not roles.loaded.tokenizer.chat_template:
+            text = "the tokenizer has no chat template: a prompt is its text alone, which a chat model does not know"
+            self.recorder.event(step, "template", text)
 
     async def _begin(self, roles: Training) -> None:
         if self.recipe.warmup:

@@ -61,6 +61,7 @@ def _load_foreign(name: str) -> type:
         raise ConfigError(
             f"cannot load {name!r}: there is no file {path.absolute()} (paths begin where the command runs)"
         )
+    _find_neighbours(path.resolve().parent if path.suffix == ".py" else Path.cwd())
     try:
         module = _load_file(path) if path.suffix == ".py" else import_module(place)
         found = getattr(module, attribute)
@@ -69,6 +70,12 @@ def _load_foreign(name: str) -> type:
     if not isinstance(found, type):
         raise ConfigError(f"cannot load {name!r}: {attribute} is not a class")
     return found
+
+
+def _find_neighbours(folder: Path) -> None:
+    """What a user's file imports may lie beside it. Last, so that no neighbour can take a library's name."""
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))
 
 
 def _load_file(path: Path) -> ModuleType:

@@ -29,16 +29,20 @@ def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message
     """
     _require_unicode(messages)
     if tokenizer.chat_template:
-        turns = [{"role": m.role, "content": m.content} for m in messages]
-        try:
-            tokens = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
-        except (TemplateError, ValueError) as error:
-            raise ConfigError(f"the tokenizer's chat template cannot render this prompt: {error}") from error
-        return _not_empty(cast("list[int]", tokens))
+        return _not_empty(_rendered(tokenizer, messages, add_generation_prompt=True, return_dict=False))
     tokens = tokenizer.encode("\n".join(m.content for m in messages))
     if tokens and tokens[-1] == tokenizer.eos_token_id:  # some tokenizers close what they encode
         tokens.pop()
     return _not_empty(tokens)
+
+
+def _rendered(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], **options: Any) -> Any:
+    turns = [{"role": m.role, "content": m.content} for m in messages]
+    try:
+        return tokenizer.apply_chat_template(turns, **options)
+    except (TemplateError, ValueError) as error:
+        roles = ", ".join(turn["role"] for turn in turns)
+        raise ConfigError(f"the tokenizer's chat template cannot render turns of {roles}: {error}") from error
 
 
 def _require_unicode(messages: Sequence[Message]) -> None:
@@ -82,8 +86,7 @@ def turn_end(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def _template_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _PROBE}]
-    text = cast(str, tokenizer.apply_chat_template(turns, tokenize=False))
+    text = cast(str, _rendered(tokenizer, (Message("user", "?"), Message("assistant", _PROBE)), tokenize=False))
     after = tokenizer.encode(text.rpartition(_PROBE)[2].lstrip(), add_special_tokens=False)
     special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
     return after[0] if after and after[0] in special else None

@@ -70,7 +70,10 @@ def _refuse_ragged(scheme: Scheme, encoded: Mapping[str, Encoded]) -> None:
     for name, weight in encoded.items():
         *experts, rows, width = weight.shape
         if scheme.grouped and width % GROUP:
-            raise ConfigError(f"{name} has {width} inputs: compressed-tensors wants whole groups of {GROUP}")
+            raise ConfigError(
+                f"{name} has {width} inputs: compressed-tensors wants whole groups of {GROUP}; int8_w8a8, and fp8_w8a8 "
+                "without blocks, have no groups"
+            )
         if experts and name.endswith("gate_up_proj") and rows % (2 * scheme.rows_per_scale):
             raise ConfigError(f"{name} is two matrices of {rows // 2} rows, which share a block of {GROUP} rows")
 

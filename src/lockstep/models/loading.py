@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import torch
 from pydantic import model_validator
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -28,6 +29,8 @@ from lockstep.config import Config, ConfigError
 from lockstep.config.paths import given_path
 from lockstep.models.head import keep_logits
 from lockstep.models.tiny import TinyModel, byte_tokenizer, tiny_model
+
+TOKENIZER_FILES = ("tokenizer.json", "*.model", "vocab.*", "*.tiktoken")
 
 
 class CheckpointError(ConfigError):
@@ -111,7 +114,8 @@ def _load_module(path: str, dtype: torch.dtype) -> PreTrainedModel:
             ),
         )
     except Exception as error:  # a broken checkpoint surfaces as almost anything
-        raise CheckpointError(f"cannot load the model at {path!r}: {_one_line(error)}") from error
+        reason = _damaged_file(path) or _one_line(error)
+        raise CheckpointError(f"cannot load the model at {path!r}: {reason}") from error
     _refuse_incomplete(path, info)
     return module.eval()
 
@@ -134,6 +138,17 @@ def _looks_local(path: str) -> bool:
     return path.startswith((".", "/", "~")) or path.count("/") > 1 or (bool(slash) and Path(first).is_dir())
 
 
+def _damaged_file(path: str) -> str | None:
+    """The first file of weights, if any, that is not what its header says."""
+    for file in sorted(Path(path).glob("*.safetensors")):
+        try:
+            with safe_open(file, "pt"):
+                pass
+        except SafetensorError as error:
+            return f"{file.name} is damaged, or a copy that was cut short ({_one_line(error)})"
+    return None
+
+
 def _refuse_incomplete(path: str, info: Mapping[str, Any]) -> None:
     """transformers fills missing weights with random ones and goes on; that would be wrong and silent."""
     wrong = [f"{name} is missing" for name in sorted(info["missing_keys"])]
@@ -150,7 +165,9 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
     except Exception as error:  # as above
-        raise CheckpointError(f"cannot load the tokenizer at {path!r}: {_one_line(error)}") from error
+        missing = Path(path).is_dir() and not any(Path(path).glob(name) for name in TOKENIZER_FILES)
+        reason = f"the folder has none of {', '.join(TOKENIZER_FILES)}" if missing else _one_line(error)
+        raise CheckpointError(f"cannot load the tokenizer at {path!r}: {reason}") from error
     if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):  # what transformers makes of no files at all
         raise CheckpointError(f"cannot load the tokenizer at {path!r}: it has no vocabulary; are its files missing?")
     return tokenizer
@@ -206,4 +223,4 @@ def _one_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if not lines:
         return type(error).__name__
-    return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+    return " ".join(lines[:2]) if lines[0].endswith((":", ",")) else lines[0]

@@ -40,6 +40,14 @@ def test_plain_prompt_keeps_a_start_token_but_never_ends_itself() -> None:
     assert tokenizer.decode(render_prompt(tokenizer, QUESTION[1:])) == "<bos>1+1="
 
 
+def test_a_template_that_refuses_is_told_with_its_turns() -> None:
+    tokenizer = byte_tokenizer("{% for message in messages %}{{ raise_exception('system first') }}{% endfor %}")
+    with pytest.raises(ConfigError, match=r"cannot render turns of system, user: system first"):
+        render_prompt(tokenizer, QUESTION)
+    with pytest.raises(ConfigError, match=r"cannot render turns of user, assistant: system first"):
+        turn_end(tokenizer)
+
+
 def test_empty_prompt_is_refused() -> None:
     with pytest.raises(ConfigError, match="empty prompt"):
         render_prompt(byte_tokenizer(), [Message("user", "")])
