@@ -11,12 +11,14 @@ import command_runs as runs
 import pytest
 from typer.testing import CliRunner
 
+from lockstep.assembly.estimate import GIB, checkpoint_gib
 from lockstep.assembly.recipe import Recipe
 from lockstep.assembly.roles import load_model
 from lockstep.cli.app import app
 from lockstep.cli.training import to_toml
 from lockstep.config import load
 from lockstep.config.loading import validate
+from lockstep.report.run_folder import RunFolder
 
 
 def run(*arguments: str) -> str:
@@ -103,6 +105,14 @@ def test_dry_run_names_what_a_method_brings_along(tmp_path: Path) -> None:
     assert "cap = 2.0  # usual with acr" in lines, "an option that the correction shares with the surrogate"
     assert "0.00" not in output
     assert "KiB" in output, "a tiny model is small, not nothing"
+
+
+def test_dry_run_knows_how_large_a_checkpoint_is(unbroken: Path) -> None:
+    folder = RunFolder.open(unbroken)
+    recipe = validate(Recipe, folder.read_config(), "run")
+    state = ("model.safetensors", "learner.pt")
+    taken = sum((unbroken / "checkpoints/step-000006" / name).stat().st_size for name in state)
+    assert checkpoint_gib(recipe) * GIB == pytest.approx(taken, rel=0.1), "files have headers"
 
 
 def _written(folder: Path, dry_run: str) -> Path:

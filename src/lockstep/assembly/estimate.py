@@ -32,6 +32,12 @@ def estimate(recipe: Recipe) -> dict[str, float]:
     return parts | {"keys and values": min(budget, most_kv_gib(recipe, module))}
 
 
+def checkpoint_gib(recipe: Recipe) -> float:
+    """On disk: the model, the float32 weights it is learned in, and the optimiser's state."""
+    parts = _without_kv(recipe, _outline(recipe.model))
+    return parts["weights"] + (parts["float32 masters"] or parts["weights"]) + parts["optimiser"]
+
+
 def most_kv_gib(recipe: Recipe, module: PreTrainedModel) -> float:
     """What all rows of the engine could ever fill with keys and values."""
     device, config = choose_device(recipe.device), recipe.rollout

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from lockstep.assembly.estimate import GIB, estimate
+from lockstep.assembly.estimate import GIB, checkpoint_gib, estimate
 from lockstep.assembly.governed import held
 from lockstep.assembly.recipe import Recipe
 from lockstep.assembly.run import train as run_training
@@ -126,12 +126,23 @@ def _show(recipe: Recipe, layers: Stack, console: Console) -> None:
     )
     console.print(resolved, markup=False, highlight=False, soft_wrap=True)
     console.print(_memory(needed), markup=False, highlight=False)
+    console.print(_disk(recipe), markup=False, highlight=False)
 
 
 def _memory(parts: Mapping[str, float]) -> str:
     rows = {name: gib for name, gib in parts.items() if gib} | {"together": sum(parts.values())}
-    lines = (f"#   {name:36} {bytes_text(gib * GIB):>10}" for name, gib in rows.items())
-    return "\n".join(["", "# memory, about:", *lines])
+    return "\n".join(["", "# memory, about:", *_lines(rows)])
+
+
+def _disk(recipe: Recipe) -> str:
+    """The newest checkpoints are kept, the best one, and all of them while another one is written."""
+    each, most = checkpoint_gib(recipe), recipe.checkpoint.keep + 2
+    return "\n".join(["", "# disk, about:", *_lines({"a checkpoint": each, f"{most} of them, at most": most * each})])
+
+
+def _lines(rows: Mapping[str, float]) -> Iterator[str]:
+    """Comments of a recipe: GiB by name."""
+    return (f"#   {name:36} {bytes_text(gib * GIB):>10}" for name, gib in rows.items())
 
 
 def to_toml(tables: Mapping[str, Any], prefix: str = "", origin: Callable[[str], str | None] = lambda key: None) -> str:
