@@ -165,7 +165,7 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
     except Exception as error:  # as above
-        missing = Path(path).is_dir() and not any(Path(path).glob(name) for name in TOKENIZER_FILES)
+        missing = Path(path).is_dir() and not any(any(Path(path).glob(name)) for name in TOKENIZER_FILES)
         reason = f"the folder has none of {', '.join(TOKENIZER_FILES)}" if missing else _one_line(error)
         raise CheckpointError(f"cannot load the tokenizer at {path!r}: {reason}") from error
     if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):  # what transformers makes of no files at all
@@ -223,4 +223,4 @@ def _one_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if not lines:
         return type(error).__name__
-    return " ".join(lines[:2]) if lines[0].endswith((":", ",")) else lines[0]
+    return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
